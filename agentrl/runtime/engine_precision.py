@@ -100,7 +100,7 @@ def check_precision(config: Config, folder: Path, files: WeightFiles | None = No
     _check_options(config, folder)
     overrides = engine_overrides(dtype, folder)
     if overrides is not None:
-        _check_random_start(config, folder)
+        check_random_start(config, folder)
     if not has_float8_engines(dtype, folder):
         return
     form = read_engine_float8(folder)
@@ -138,8 +138,12 @@ def _check_options(config: Config, folder: Path) -> None:
     )
 
 
-def _check_random_start(config: Config, folder: Path) -> None:
-    """Refuse what needs the weights of the engines' folder: engines start with others."""
+def check_random_start(config: Config, folder: Path) -> None:
+    """Check that nothing needs the weights of the engines' folder: engines start with others.
+
+    Raises:
+        ConfigError: something does.
+    """
     dtype, kind = config.weights.dtype, read_model_type(folder)
     if config.learner.backend == "fsdp" and kind in _WITH_BUFFERS:
         raise ConfigError(

@@ -22,6 +22,7 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.models.engine_float8 import DTYPE as FLOAT8
 from agentrl.models.engine_float8 import engine_overrides
 from agentrl.obs.progress import Stopwatch
+from agentrl.runtime.engine_precision import check_random_start
 from agentrl.runtime.services import Services
 from agentrl.train.first_sync import FirstSyncCheck
 from agentrl.weight_sync.adapter import AdapterSync
@@ -369,10 +370,13 @@ def started_overrides(config: Config, folder: Path) -> dict[str, object] | None:
     """Return what SGLang engines that a run starts from ``folder`` read in place of entries of its ``config.json``.
 
     Raises:
-        ConfigError: see `agentrl.models.engine_float8.engine_overrides`.
+        ConfigError: see `agentrl.models.engine_float8.engine_overrides` and `check_random_start`.
     """
     starts = config.sampler.uses_sglang and not config.sampler.urls
-    return engine_overrides(config.weights.dtype, folder) if starts else None
+    overrides = engine_overrides(config.weights.dtype, folder) if starts else None
+    if overrides is not None:
+        check_random_start(config, folder)
+    return overrides
 
 
 async def sent_dtype(config: WeightsConfig, fleet: Fleet) -> str | None:
