@@ -201,7 +201,7 @@ def own_daemon() -> Iterator[OwnDaemon]:
 
 def _storages() -> Iterator[tuple[Path | None, str]]:
     """Return folders for a daemon's files with storage drivers, the best first; None: the folder for temporary files."""
-    if MEMORY.is_dir():
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):  # it may be a read-only mount
         facts = os.statvfs(MEMORY)
         free = min(facts.f_bavail * facts.f_frsize, psutil.virtual_memory().available)
         if free >= MEMORY_BYTES and not facts.f_flag & os.ST_NOEXEC:

@@ -1,6 +1,6 @@
 """Float8 weights as SGLang's engines take them at a weight sync: blocks of a matrix with one scale each.
 
-SGLang 0.5.17 and 0.5.23 take new float8 weights only in this form. After a load of weights with one scale a weight, a row or
+SGLang 0.5.23 takes new float8 weights only in this form. After a load of weights with one scale a weight, a row or
 a shard, and after it has quantised weights itself (``--quantization fp8``), it drops what loads them.
 """
 

@@ -227,10 +227,12 @@ class EngineWeights:
         if check is not None:
             self.first_sync = None
             await self.gpus.switch_to_learner(learner, watch)
-            await asyncio.to_thread(check.score_learner, learner)
+            with watch("sync"):
+                await asyncio.to_thread(check.score_learner, learner)
         await self.gpus.switch_to_engines(learner, partial(self._sync_engines, watch), watch, due=due)
         if check is not None:
-            self._gap = await check.check(learner, self.fleet.live, version)
+            with watch("sync"):
+                self._gap = await check.check(learner, self.fleet.live, version)
 
     async def sync_for_evaluation(self) -> None:
         """Sync the newest weights to the engines that evaluate, unless they have them: see `sync_weights`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -75,12 +75,4 @@ def main() -> int:
 
 def batch_of_share(batch: GlobalBatch, number: int) -> GlobalBatch:
     """Return a batch with one of its shares, as the driver sends it to ranks."""
-    return GlobalBatch(
-        (batch.micro[number],),
-        batch.kind,
-        batch.temperature,
-        batch.lr_scale,
-        batch.sequence_sizes,
-        batch.divided_sequences,
-        policy=batch.policy,
-    )
+    return replace(batch, micro=(batch.micro[number],))
