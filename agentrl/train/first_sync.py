@@ -197,7 +197,7 @@ class FirstSyncCheck:
         return (
             f"engine {engine.number} ({engine.url}) and the learner give other log-probabilities after the first weight sync: k3 "
             f"{by_turn} nats a token, for {self.band.why}. {await self._cause(learner, engine, version)} weights.gap_limit=X "
-            "allows X nats a token in a first turn, weights.gap_limit=off leaves this check out"
+            "sets another limit, weights.gap_limit=off leaves this check out"
         )
 
     async def _cause(self, learner: LearnerGroup, engine: EngineControl, version: int) -> str:

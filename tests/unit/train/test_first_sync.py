@@ -102,7 +102,7 @@ def test_engines_within_the_band_are_measured() -> None:
         (Engines(0.0, 0.5, lost="3 of 9 weights differ: a.weight"), r"engine 1 .*3 of 9 weights differ: a\.weight"),
         (Engines(0.5, resent=0.0), "the gap is gone: the run's transport"),
         (Engines(0.5), r"by their checksums, so it computes another model.*sampler\.sglang"),
-        (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.0037\)"),
+        (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.094\)"),
         (Engines(float("nan")), "k3 nan"),
     ],
 )
@@ -138,7 +138,7 @@ def test_the_band_is_that_of_the_precision(
     config = validate({"learner": {"precision": "float32"}} | changes, [])
     band = gap_band(config, tmp_path, dtype)
     assert band is not None
-    assert (band.limit(1), band.limit(9)) == (limit, 2 * limit)
+    assert (band.first_turn, band.limit(1), band.limit(9)) == pytest.approx((limit, 25 * limit, 50 * limit))
 
 
 def test_no_band_without_the_check(tmp_path: Path) -> None:
