@@ -179,16 +179,16 @@ class PolicyLocations:
 
 @dataclass(frozen=True, slots=True)
 class OwnLocations:
-    """Implements `HostLocations` for the engines of a judge that have their own bundles."""
+    """Implements `HostLocations` for engines that have their own bundles: those of a judge, or those that only evaluate."""
 
-    layout: Layout
-    model: str
-    """``judge.model``."""
+    bundles: Sequence[Sequence[int]]
+    """Of each engine, one for each of its machines."""
+    needs: Resources
+    """The resources that an engine takes from each."""
 
     def place(self, engine: int, machine: int) -> tuple[int, Resources]:
         """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
-        layout = self.layout
-        return layout.judges[self.model][engine], layout.judge_needs[self.model]
+        return self.bundles[engine][machine], self.needs
 
     def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return none: Ray assigns them."""

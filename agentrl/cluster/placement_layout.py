@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.ray_address import learner_device, running_address
 from agentrl.config.engine_checks import check_placement as check_placement_keys
+from agentrl.config.engine_groups import evaluation_group
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler, time_shared_judges
 from agentrl.config.runners import runner_count
 from agentrl.config.schema import Config
@@ -41,6 +42,10 @@ class Layout:
     """The bundle of each engine of a judge that has its own GPUs, by ``judge.model``."""
     judge_needs: Mapping[str, Resources] = field(default_factory=dict)
     """The resources that such an engine takes from its bundle."""
+    evaluation: tuple[tuple[int, ...], ...] = ()
+    """The bundles of each engine that only evaluates (``sampler.groups``), one for each of its machines."""
+    evaluation_needs: Resources = field(default_factory=dict)
+    """The resources that such an engine takes from each of its bundles."""
 
     @property
     def total(self) -> Resources:
@@ -54,8 +59,8 @@ class Layout:
 def lay_out(config: Config, device: str) -> Layout:
     """Return the layout of a run with ``placement.mode`` ``colocate`` or ``disaggregate``.
 
-    Engines of judges with ``judge.gpus=own`` have the last bundles, one each. Those that share GPUs have none: see
-    `agentrl.cluster.engine_actors.SharedLocations`.
+    Engines of judges with ``judge.gpus=own`` have the bundles after these, one each. Those that share GPUs have none: see
+    `agentrl.cluster.engine_actors.SharedLocations`. Engines that only evaluate have the last bundles, in every mode.
 
     Colocated, the bundles of engine ``e`` also hold the learner's ranks ``e*g`` to ``e*g+g-1``, where ``g`` is
     `engine_ranks`; otherwise each engine and each rank has separate bundles. Colocated, a critic's rank is in the bundle of
@@ -89,7 +94,7 @@ def lay_out(config: Config, device: str) -> Layout:
             ranks[:critics],
             critic,
         )
-        return _with_judges(layout, config)
+        return _with_evaluation(_with_judges(layout, config), config)
     engine = {"GPU": bundle_gpus} if config.sampler.device == "cuda" else {"CPU": bundle_gpus}
     bundles = [rank] * workers + [engine] * engine_bundles + [rank] * critics
     critic_bundles = tuple(range(workers + engine_bundles, len(bundles)))
@@ -102,7 +107,7 @@ def lay_out(config: Config, device: str) -> Layout:
         critic_bundles,
         rank,
     )
-    return _with_judges(layout, config)
+    return _with_evaluation(_with_judges(layout, config), config)
 
 
 def _bundles_by_engine(bundles: Sequence[int], machines: int) -> tuple[tuple[int, ...], ...]:
@@ -120,6 +125,19 @@ def _with_judges(layout: Layout, config: Config) -> Layout:
             judges[model] = tuple(range(len(bundles), len(bundles) + judge.engines))
             bundles += [needs[model]] * judge.engines
     return replace(layout, bundles=tuple(bundles), judges=judges, judge_needs=needs)
+
+
+def _with_evaluation(layout: Layout, config: Config) -> Layout:
+    """Return a layout with bundles for the engines that only evaluate."""
+    group = evaluation_group(config.sampler)
+    if group is None:
+        return layout
+    _, sampler = group
+    machines, first = sampler.engine_machines, len(layout.bundles)
+    needs = {"GPU" if sampler.device == "cuda" else "CPU": sampler.engine_ranks // machines}
+    bundles = (*layout.bundles, *[needs] * (sampler.engines * machines))
+    evaluation = _bundles_by_engine(range(first, len(bundles)), machines)
+    return replace(layout, bundles=bundles, evaluation=evaluation, evaluation_needs=needs)
 
 
 def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
@@ -195,10 +213,11 @@ def check_placement(config: Config) -> None:
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
         learner = f"learner.ranks={ranks}{' and its critic' if has_critic_gpus else ''}"
+        own_text = _other_engines_text(config)
         raise MissingError(
             f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
-            f"{config.sampler.engine_ranks} each{_judge_text(config)}; there are {gpus_here()} here, and no Ray runs that has "
-            "more (`ray start`, or RAY_ADDRESS)"
+            f"{config.sampler.engine_ranks} each{own_text}; there are {gpus_here()} here, and no Ray runs that has more (`ray "
+            "start`, or RAY_ADDRESS)"
         )
 
 
@@ -243,11 +262,13 @@ def _check_shared_judges(config: Config) -> None:
             )
 
 
-def _judge_text(config: Config) -> str:
-    """Return how many GPUs judges have of their own, in words; empty if none."""
-    layout = _with_judges(Layout((), (), (), {}, {}), config)
-    gpus = layout.total.get("GPU", 0)
-    return f", and {gpus} for judges (judge.gpus=own)" if gpus else ""
+def _other_engines_text(config: Config) -> str:
+    """Return how many GPUs judges, and engines that only evaluate, have of their own, in words; empty if none."""
+    empty = Layout((), (), (), {}, {})
+    judges = _with_judges(empty, config).total.get("GPU", 0)
+    evaluation = _with_evaluation(empty, config).total.get("GPU", 0)
+    text = f", and {judges} for judges (judge.gpus=own)" if judges else ""
+    return text + (f", and {evaluation} for evaluation (sampler.groups)" if evaluation else "")
 
 
 def describe_placement(config: Config) -> str:
@@ -255,7 +276,7 @@ def describe_placement(config: Config) -> str:
     ranks, engines, engine_ranks = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
     engine_text = f"{engines} engine{'s' if engines > 1 else ''} of {engine_ranks}"
     judges = f", in turns with engines of {', '.join(shared)}" if (shared := time_shared_judges(config)) else ""
-    judges += _judge_text(config)
+    judges += _other_engines_text(config)
     if config.placement.shares_gpus:
         critic = " and its critic" if needs_critic(config.algo) else ""
         return f"colocate: {ranks} for the learner{critic}, in turns with {engine_text}{judges}"

@@ -111,11 +111,20 @@ class RunCluster:
 
         def launch_judge(model: str, spec: EngineSpec) -> Launcher:
             if model in layout.judges:
-                return RayLauncher(spec, placement, OwnLocations(layout, model))
+                bundles = [[bundle] for bundle in layout.judges[model]]
+                return RayLauncher(spec, placement, OwnLocations(bundles, layout.judge_needs[model]))
             locations = SharedLocations(judge_keys(config)[model], spec.config.engine_ranks, gpu_actors)
             return RayLauncher(spec, placement, locations)
 
         return launch_judge
+
+    def evaluation_launcher(self) -> Callable[[EngineSpec], Launcher] | None:
+        """Return what starts engines that only evaluate in the reserved placement; None: they are on this machine."""
+        placement = self._placement
+        if placement is None:
+            return None
+        layout = placement.layout
+        return lambda spec: RayLauncher(spec, placement, OwnLocations(layout.evaluation, layout.evaluation_needs))
 
     def runners(self) -> RayRunners | None:
         """Return what starts runner processes on all machines; None: they are on this one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
+from agentrl.config.engine_groups import evaluation_group
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
 from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
 from agentrl.config.schema import Config
@@ -24,6 +25,7 @@ _SGLANG_RESERVES = 6
 def engine_faults(config: Config) -> Iterator[str]:
     """Yield what does not fit together, for every command."""
     yield from _engine_addresses(config.sampler)
+    yield from _groups(config.sampler)
     yield from _sampling(config.sampler)
     yield from _tokenizer_workers(config.sampler)
     if config.sampler.renormalise:
@@ -240,14 +242,27 @@ def _streaming(config: Config) -> Iterator[str]:
 
 def _background_evaluation(config: Config) -> Iterator[str]:
     """Whether engines and weights can stay with an evaluation while the learner trains."""
-    key = f"eval.engines={config.eval.engines}"
-    if config.eval.engines and not config.eval.background:
-        yield f"{key} without eval.background: engines and learner would take turns; set eval.background=true"
-    if config.eval.engines and config.placement.reserves_gpus:
+    if (group := evaluation_group(config.sampler)) is not None and not config.eval.background:
         yield (
-            f"{key} with placement.mode={config.placement.mode}: engines that only evaluate are not placed; set "
-            "placement.mode=separate, or eval.engines=0"
+            f"sampler.groups.{group[0]}.serves=evaluation without eval.background: engines and learner would take turns; set "
+            "eval.background=true"
         )
+
+
+def _groups(sampler: SamplerConfig) -> Iterator[str]:
+    """Whether the groups of engines can be started."""
+    names = [name for name, group in sampler.groups.items() if group.serves == "evaluation"]
+    if len(names) > 1:
+        yield (
+            f"sampler.groups has {len(names)} groups with serves=evaluation ({', '.join(names)}): an evaluation has one; raise "
+            f"sampler.groups.{names[0]}.engines, and leave out the others"
+        )
+    for name, group in sampler.groups.items():
+        key = f"sampler.groups.{name}"
+        if group.sglang and not sampler.uses_sglang:
+            yield f"{key}.sglang is set, and sampler.backend={sampler.backend} takes no options of SGLang; leave it out"
+        if group.embedded.model_fields_set and sampler.uses_sglang:
+            yield f"{key}.embedded is set, and sampler.backend=sglang has other options; set {key}.sglang"
 
 
 def _dynamic_sampling(config: Config) -> Iterator[str]:
@@ -318,10 +333,31 @@ def _check_engine_machines(config: Config) -> None:
         )
     if machines > 1 and sampler.keep_minutes is not None:
         raise ConfigError(f"{key} with sampler.keep_minutes: an engine of several machines is not kept; leave one out")
+    if (group := evaluation_group(sampler)) is not None:
+        _check_group_machines(config, *group)
     for model, judge in judge_configs(config).items():
         if (machines := judge_sampler(config, judge).engine_machines) > 1:
             key = f"{judge_keys(config)[model]}.sglang.nnodes"
             raise ConfigError(f"{key}={machines}: an engine of a judge is on one machine; set {key}=1")
+
+
+def _check_group_machines(config: Config, name: str, sampler: SamplerConfig) -> None:
+    """Raise `ConfigError` if engines of a group cannot have their machines."""
+    machines, key = sampler.engine_machines, f"sampler.groups.{name}"
+    if machines < 1 or sampler.engine_ranks % machines:
+        raise ConfigError(
+            f"{key}: nnodes={machines} does not divide the {sampler.engine_ranks} GPUs of an engine; set {key}.sglang.nnodes to "
+            f"a divisor, or raise {key}.sglang.tp_size"
+        )
+    if machines > 1 and not config.placement.reserves_gpus:
+        raise ConfigError(
+            f"{key}: nnodes={machines} with placement.mode={config.placement.mode}: engines are on this machine; set "
+            f"placement.mode=disaggregate or colocate on a Ray cluster, or {key}.sglang.nnodes=1"
+        )
+    if sampler.device != config.sampler.device:
+        raise ConfigError(
+            f"{key}.sglang.device={sampler.device}, and other engines are on {config.sampler.device}; leave it out"
+        )
 
 
 def check_placement(config: Config, learner_device: str) -> None:
@@ -373,10 +409,11 @@ def check_placement(config: Config, learner_device: str) -> None:
             f"{staleness} and sampler.router=sglang: the router would send requests to engines without memory; leave out "
             "sampler.router"
         )
-    if config.eval.background:
+    if config.eval.background and evaluation_group(sampler) is None:
         raise ConfigError(
             "placement.mode=colocate with eval.background=true: engines cannot sample while the learner has their GPUs; leave "
-            "out eval.background, or set placement.mode=disaggregate"
+            "out eval.background, or set placement.mode=disaggregate, or give evaluation engines of its own: "
+            "sampler.groups.eval.serves=evaluation"
         )
     if learner_device == "cuda" and sampler.sglang_options.get("enable_memory_saver") is False:
         raise ConfigError(

@@ -55,10 +55,8 @@ class EvalConfig(EvalSet):
     """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
     background: bool = False
     """In training, go on while an evaluation runs. On the engines of training, its tokens that are sampled after the next weight
-    sync have newer weights: ``eval/lag_mean`` and ``eval/lag_max``. Not with ``placement.mode=colocate``."""
-    engines: int = Field(default=0, ge=0)
-    """With ``background``, engines that only evaluate, started next to those of training: they keep the weights with which an
-    evaluation begins. 0: those of training evaluate."""
+    sync have newer weights: ``eval/lag_mean`` and ``eval/lag_max``. Engines that only evaluate are a group of ``sampler.groups``;
+    ``placement.mode=colocate`` needs them."""
 
     @field_validator("sets")
     @classmethod

@@ -45,4 +45,4 @@ def time_shared_judges(config: Config) -> dict[str, JudgeConfig]:
 def judge_sampler(config: Config, judge: JudgeConfig) -> SamplerConfig:
     """Return the engines of a judge: the run's, with ``judge.engines`` and ``judge.sglang``."""
     sglang = {**config.sampler.sglang, **judge.sglang}
-    return config.sampler.model_copy(update={"engines": judge.engines, "sglang": sglang})
+    return config.sampler.model_copy(update={"engines": judge.engines, "sglang": sglang, "groups": {}})

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    SerializationInfo,
+    StringConstraints,
+    field_serializer,
+    field_validator,
+)
 
 from agentrl.config.base import Seconds, Section
 
@@ -40,6 +50,32 @@ def _keeps_something(top_k: int) -> int:
 
 TopK = Annotated[int, AfterValidator(_keeps_something)]
 """How many of the most probable tokens are kept: -1 or at least 1."""
+
+
+class EngineGroup(Section):
+    """Engines with options of their own."""
+
+    serves: Literal["evaluation"]
+    """``evaluation``: only evaluations in training, with ``eval.background``; they keep the weights with which an evaluation
+    begins, and have GPUs of their own with every ``placement.mode`` that reserves GPUs."""
+    engines: PositiveInt = 1
+    """Engines of the group."""
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Options of SGLang, over those of ``sampler.sglang``; null takes SGLang's default."""
+    embedded: EmbeddedConfig = Field(default_factory=EmbeddedConfig)
+    """Options of the embedded engine; those that a group does not set are those of ``sampler.embedded``."""
+
+    @field_validator("sglang")
+    @classmethod
+    def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if "python" in options:
+            raise ValueError("one interpreter runs the engines of all groups; set sampler.sglang.python")
+        return _check_sizes(options)
+
+    @field_serializer("embedded")
+    def _as_set(self, embedded: EmbeddedConfig, info: SerializationInfo) -> dict[str, Any]:
+        """Write only the keys that the group sets, so that the others are still those of the run after reading back."""
+        return embedded.model_dump(mode="json" if info.mode_is_json() else "python", exclude_unset=True)
 
 
 class SamplerConfig(Section):
@@ -99,6 +135,9 @@ class SamplerConfig(Section):
     Except ``python``: the Python interpreter that runs SGLang, if it is installed in a separate environment. ``dtype`` on GPUs
     is by default that of the model's ``config.json``; for a model in float32, such as a checkpoint, it is ``bfloat16``.
     ``speculative_algorithm: NGRAM`` turns speculative decoding on. docs/how_to/tune.md."""
+    groups: dict[str, EngineGroup] = Field(default_factory=dict)
+    """Further engines by the name of their group, with options of their own: ``{eval: {serves: evaluation, engines: 2, sglang:
+    {tp_size: 2}}}``. docs/how_to/scale.md."""
 
     @field_validator("temperature")
     @classmethod
@@ -112,11 +151,17 @@ class SamplerConfig(Section):
     def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("python"), str | None):
             raise ValueError(f"python={options['python']!r} is not a path; set sampler.sglang.python=/…/bin/python")
-        for names in (_TENSOR, _PIPELINE, _DATA, ("context_length", "context_length")):
-            size = _size(options, names)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"sampler.sglang.{names[1]}={size!r}: SGLang takes a whole number from 1 on")
-        return options
+        return _check_sizes(options, "sampler.sglang.")
+
+    @field_validator("groups")
+    @classmethod
+    def _group_names(cls, groups: dict[str, EngineGroup]) -> dict[str, EngineGroup]:
+        for name in groups:
+            if not re.fullmatch(r"\w[\w-]*", name):
+                raise ValueError(
+                    f"the group's name {name!r} becomes part of engines/<group>/<metric>: letters, digits, _ - only"
+                )
+        return groups
 
     @property
     def uses_sglang(self) -> bool:
@@ -195,6 +240,27 @@ class SamplerConfig(Section):
     def engine_machines(self) -> int:
         """Machines that the processes of one engine are divided among."""
         return int(_size(self.sglang, _MACHINES)) if self.uses_sglang else 1
+
+
+def _check_sizes(options: dict[str, Any], key: str = "") -> dict[str, Any]:
+    """Return options of SGLang; raises `ValueError` if one that is a size is none."""
+    for names in (_TENSOR, _PIPELINE, _DATA, ("context_length", "context_length")):
+        size = _size(options, names)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{key}{names[1]}={size!r}: SGLang takes a whole number from 1 on")
+    return options
+
+
+def merge_options(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's options of a group: ``own`` ones replace ``common`` ones, in whatever spelling these are."""
+    spellings = {spelling for name in own for spelling in _spellings(name)}
+    return {name: value for name, value in common.items() if name.replace("-", "_") not in spellings} | dict(own)
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """Return the names of an option of SGLang, with underscores."""
+    name = name.replace("-", "_")
+    return next((names for names in (_TENSOR, _PIPELINE, _DATA) if name in names), (name,))
 
 
 def _normalised(options: Mapping[str, Any]) -> dict[str, Any]:

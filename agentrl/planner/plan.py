@@ -17,6 +17,7 @@ from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.shipped_architectures import find_architecture
 from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, Gpus, plan_engines
+from agentrl.planner.groups import GroupPlan, plan_groups
 from agentrl.planner.judges import RESTING_BYTES, JudgePlan, own_gpus, plan_judges
 from agentrl.planner.layouts import Candidate, Request, layouts
 from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, micro_tokens, trained_model
@@ -47,6 +48,8 @@ class Option:
     """What is to be set in addition to what is configured."""
     judges: tuple[JudgePlan, ...] = ()
     """Engines of judges."""
+    groups: tuple[GroupPlan, ...] = ()
+    """Groups of engines with options of their own."""
     faults: tuple[str, ...] = ()
     """Why it does not fit."""
 
@@ -92,13 +95,20 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
             f"judge.gpus=own: the engines of judges have {judge_gpus} GPUs of --gpus {gpus.count}, and none is left; raise "
             "--gpus, or set judge.gpus=shared"
         )
-    run_gpus = replace(gpus, count=gpus.count - judge_gpus)
+    groups = plan_groups(base, model.config, weights, gpus.bytes)
+    group_gpus = sum(group.gpus for group in groups)
+    if judge_gpus + group_gpus >= gpus.count:
+        raise ConfigError(
+            f"sampler.groups: the engines of groups have {group_gpus} GPUs of --gpus {gpus.count}, and none is left; raise "
+            "--gpus, or lower sampler.groups.NAME.engines"
+        )
+    run_gpus = replace(gpus, count=gpus.count - judge_gpus - group_gpus)
     for mode, learner_gpus in _placements(base, configured, run_gpus):
         ranks = int(section.get("ranks", learner_gpus))
         request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
             try:
-                options.append(_option(request, backend, mode, run_gpus, weights))
+                options.append(_option(request, backend, mode, run_gpus, weights, groups))
             except (ModelError, NoLayoutError) as error:
                 if len(backends) == 1:
                     raise
@@ -123,7 +133,9 @@ def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str,
     return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
 
 
-def _option(request: Request, backend: str, mode: str, gpus: Gpus, weights: EngineWeights) -> Option:
+def _option(
+    request: Request, backend: str, mode: str, gpus: Gpus, weights: EngineWeights, groups: tuple[GroupPlan, ...]
+) -> Option:
     """Return the option of a backend: the smallest engines for which a layout fits, checked like a run's configuration."""
     config = request.config({"backend": backend, "ranks": request.ranks})
     shared = mode == "colocate"
@@ -153,6 +165,8 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, weights: Engi
             break
     best, engines, limits = tried[-1]
     settings = _settings(mode, best, engines)
+    for group in groups:
+        settings = merge(settings, {"sampler": {"groups": group.settings}})
     rules = [transport_faults] if engines is not None else []
     checked = load_layers([Layer("plan", settings), *request.layers], rules)
     if engines is not None:
@@ -164,7 +178,9 @@ def _option(request: Request, backend: str, mode: str, gpus: Gpus, weights: Engi
             f"the KV cache of an engine with tp_size={engines.tensor} does not hold a row of {config.max_tokens:,} tokens"
         )
     faults += [fault for judge in judges if (fault := judge.fault(engine_gpus))]
-    return Option(mode, backend, request.ranks, best, engines, limits.at_sync(best), settings, judges, tuple(faults))
+    faults += [fault for group in groups if (fault := group.fault())]
+    at_sync = limits.at_sync(best)
+    return Option(mode, backend, request.ranks, best, engines, at_sync, settings, judges, groups, tuple(faults))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +278,7 @@ def _option_lines(option: Option, plan: Plan, configured: Tree) -> Iterator[str]
             f"tokens or {rows:,} rows in an engine"
         )
     yield from (f"  {'judge':<12}{judge.line()}" for judge in option.judges)
+    yield from (f"  {'group':<12}{group.line()}" for group in option.groups)
     shared_judges = [judge for judge in option.judges if judge.is_shared]
     copies = 0
     if engines is not None and shared_judges:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from agentrl.cluster.ray_address import learner_device
+from agentrl.config.engine_groups import evaluation_group
+from agentrl.config.judges import judge_sampler
 from agentrl.config.schema import Config
 from agentrl.config.train import WeightsConfig
 from agentrl.core.errors import ConfigError, EngineError
@@ -18,6 +20,7 @@ from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet, call_live
 from agentrl.inference.fleet.reserved_engines import reserved_fleet
 from agentrl.inference.fleet.time_sharing import EngineTimeSharing
+from agentrl.inference.launch.launcher import EngineSpec, Launcher
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.models.engine_float8 import DTYPE as FLOAT8
 from agentrl.models.engine_float8 import engine_overrides
@@ -309,9 +312,16 @@ class EngineWeights:
 
 
 async def open_engine_weights(
-    config: Config, folder: Path, model: Path, services: Services, dtype: str | None, exits: AsyncExitStack
+    config: Config,
+    folder: Path,
+    model: Path,
+    services: Services,
+    dtype: str | None,
+    exits: AsyncExitStack,
+    launcher: Callable[[EngineSpec], Launcher] | None = None,
 ) -> EngineWeights:
-    """Return the weights of a run's engines, with the engines of ``eval.engines``, which are started; ``exits`` ends them.
+    """Return the weights of a run's engines, with those that only evaluate, which are started by ``launcher``; ``exits`` ends
+    them.
 
     Engines load ``model`` first, and weights are sent in ``dtype``; see `sent_dtype`.
 
@@ -337,32 +347,53 @@ async def open_engine_weights(
             if config.placement.shares_gpus and not transport_class(transport).works_while_offloaded
             else None
         ),
-        eval_engines=await open_eval_engines(config, folder, model, services, dtype, exits),
+        eval_engines=await open_eval_engines(config, folder, model, services, exits, launcher),
         first_sync=first_sync,
     )
 
 
 async def open_eval_engines(
-    config: Config, folder: Path, model: Path, services: Services, dtype: str | None, exits: AsyncExitStack
+    config: Config,
+    folder: Path,
+    model: Path,
+    services: Services,
+    exits: AsyncExitStack,
+    launcher: Callable[[EngineSpec], Launcher] | None = None,
 ) -> EvalEngines | None:
-    """Start the engines of ``eval.engines``, if there are any, which ``exits`` ends; see `open_engine_weights`."""
-    if not config.eval.engines:
+    """Start the engines that only evaluate, if there are any, which ``exits`` ends; see `open_engine_weights`."""
+    group = evaluation_group(config.sampler)
+    if group is None:
         return None
+    name, sampler = group
     opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
     judges = sum(model.config.engines for model in services.judge_models.values())
-    logs, number = folder / "logs" / "evaluation", len(services.frozen) + opponents + judges
+    logs, number = folder / "logs" / name, len(services.frozen) + opponents + judges
+    gpus = (
+        config.sampler.engines + len(config.algo.distillation.teachers) + len(services.frozen) + opponents
+    ) * config.sampler.engine_ranks
+    gpus += sum(
+        model.config.engines * judge_sampler(config, model.config).engine_ranks
+        for model in services.judge_models.values()
+    )
     fleet = reserved_fleet(
         config,
         model,
         logs,
         number,
         services.fleet.vocabulary,
-        engines=config.eval.engines,
+        engines=sampler.engines,
+        sampler=sampler,
+        launcher=launcher,
         overrides=started_overrides(config, model),
+        first_gpu=gpus,
+        group=name,
     )
     exits.push_async_callback(fleet.aclose)
     await fleet.start()
-    sync = _open_sync(config, folder, config.weights.transport, dtype)
+    transport = config.weights.transport
+    if config.placement.shares_gpus and not transport_class(transport).works_while_offloaded:
+        transport = "tensor"  # they get weights also while the learner is offloaded
+    sync = _open_sync(config, folder, transport, await sent_dtype(config.weights, fleet))
     exits.push_async_callback(sync.aclose)
     services.reserved.append(fleet)
     return EvalEngines(fleet, sync)

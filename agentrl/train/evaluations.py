@@ -54,6 +54,18 @@ class Evaluator:
         """Number of episodes of an evaluation."""
         return sum(eval_set.episodes for eval_set in self.sets)
 
+    def engine_metrics(self) -> dict[str, float]:
+        """Return metrics of the engines that only evaluate, since the last call; none without any."""
+        if (engines := self.weights.eval_engines) is None:
+            return {}
+        group, metrics = f"engines/{engines.fleet.group}", engines.fleet.metrics()
+        names = [name for name in metrics if name.startswith(f"{group}/")]
+        return {name: metrics[name] for name in names} | {
+            f"{group}/{name}": metrics[f"rollout/{name}"]
+            for name in ("cache_hit", "accept_length")
+            if f"rollout/{name}" in metrics
+        }
+
     @property
     def measures(self) -> bool:
         """Whether there is anything to evaluate: sets, or a function of the user."""
@@ -249,7 +261,7 @@ class Evaluations:
         if evaluator is None or not evaluator.measures:
             return {}
         standing = evaluator.standing
-        metrics = flat_metrics(results) | standing | {"time/eval_s": running.seconds}
+        metrics = flat_metrics(results) | standing | {"time/eval_s": running.seconds} | evaluator.engine_metrics()
         if self.config.background:
             metrics |= lag_metrics([rollout for result in results for rollout in result.rollouts], step)
             metrics["eval/lag_steps"] = float(trained_step - step)

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cluster.ray_address import running_address
+from agentrl.config.engine_groups import evaluation_engines
 from agentrl.config.runners import concurrent_episodes, runner_count
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
@@ -66,7 +67,7 @@ def engines_and_slots(config: Config) -> tuple[int, int]:
     engines = len(sampler.urls) or sampler.engines
     if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
-    return (1 if sampler.has_router_program else engines) + config.eval.engines, slots
+    return (1 if sampler.has_router_program else engines) + evaluation_engines(sampler), slots
 
 
 CURVE = ("reward", "exact_match")

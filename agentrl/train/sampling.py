@@ -160,11 +160,14 @@ async def open_sampling(
     tasks: TaskSources,
     interrupt: Interrupt,
     exits: AsyncExitStack,
+    cluster: RunCluster,
 ) -> Sampling:
     """Return the rollout source of services that `start_services` has started, once the initial weights are there."""
     config = services.config
     records = RunRecords.open(replace(run, config=config))
-    weights = await open_engine_weights(config, run.folder, run.model, services, dtype, exits)
+    weights = await open_engine_weights(
+        config, run.folder, run.model, services, dtype, exits, cluster.evaluation_launcher()
+    )
     vocabulary = services.fleet.vocabulary
     snapshot_dtype = dtype
     if started_overrides(config, run.model) is not None:  # engines of snapshots are as the folder

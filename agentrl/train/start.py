@@ -69,7 +69,7 @@ async def open_parts(
         cluster.load()
         started = await starting
     started.services.check_learner = cluster.check
-    sampling = await open_sampling(run, started.services, started.dtype, tasks, interrupt, exits)
+    sampling = await open_sampling(run, started.services, started.dtype, tasks, interrupt, exits, cluster)
     evaluator = _open_evaluator(sampling, tasks)
     learner, critic = await cluster.learner()
     sampling.add_critic(critic)

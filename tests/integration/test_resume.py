@@ -140,7 +140,11 @@ def test_a_run_that_is_resumed_equals_the_one_that_was_not_ended(
 
 def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tmp_path: Path) -> None:
     cwd = tmp_path / "cwd"
-    evaluation = ("train.eval_every=2", "eval.background=true", "eval.engines=1")
+    evaluation = (
+        "train.eval_every=2",
+        "eval.background=true",
+        "sampler.groups.eval={serves: evaluation, embedded: {slots: 8}}",
+    )
     streaming = ("async.streaming=true", "batch.tokens_per_micro=256")
     run = start(cwd, services, "async.max_staleness=2", *streaming, *evaluation)
     try:
@@ -171,6 +175,8 @@ def test_a_killed_asynchronous_run_trains_every_task_once(services: Services, tm
     assert (state.faults(), state.waiting, state.begins, state.trained) == ([], [], 2, 4)
     evaluations = [row for row in rows if "eval/exact_match" in row]
     assert [(row["step"], row["eval/lag_max"]) for row in evaluations] == [(2, 0), (4, 0)]
+    assert {(row["engines/eval/live"], row["engines/eval/restarts"]) for row in evaluations} == {(1, 0)}
+    assert [*(folder / "logs" / "eval").glob("engine-*.log")]
 
 
 REPLAYED = [*OVERRIDES, *ONE_THREAD, "train.save_every=1", "train.keep=9", "train.steps_per_rollout=2", "run.dir=run"]

@@ -73,6 +73,7 @@ class Fleet:
         max_tokens: int,
         prefix_cache: str = "drop",
         restores_weights: bool = False,
+        group: str = "",
     ) -> None:
         """Create a fleet; `start` starts its engines.
 
@@ -84,6 +85,7 @@ class Fleet:
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
             prefix_cache: ``weights.prefix_cache``.
             restores_weights: whether the launcher's engines do; see `EngineSpec.restores_weights`.
+            group: name of the engines in metrics, as in ``sampler.groups``; empty: they have none of their own.
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self.mirror = FleetMirror(self.sampler)
@@ -100,6 +102,7 @@ class Fleet:
         self._max_tokens = max_tokens
         self._prefix_cache = prefix_cache
         self._restores_weights = restores_weights
+        self.group = group
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
@@ -206,10 +209,16 @@ class Fleet:
             self._sglang_router.check()
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of engine restarts, and metrics of prefix cache and speculative decoding since the last call."""
+        """Return the number of engine restarts, also by group, and metrics of prefix cache and speculative decoding since the
+        last call.
+        """
         counts = self.sampler.counts - self._reported_counts
         self._reported_counts = self.sampler.counts.copy()
         metrics = {"rollout/engine_restarts": float(self._health.restarts)} | self._concurrency.metrics()
+        for group in {engine.group: None for engine in self._engines if engine.group}:
+            engines = [engine for engine in self._engines if engine.group == group]
+            metrics[f"engines/{group}/live"] = float(sum(engine.live for engine in engines))
+            metrics[f"engines/{group}/restarts"] = float(sum(engine.restarts for engine in engines))
         if counts["prompt"]:
             metrics["rollout/cache_hit"] = counts["cached"] / counts["prompt"]
         if counts["verified"]:
@@ -234,7 +243,7 @@ class Fleet:
 
     async def _launch(self, number: int) -> Engine:
         process = await launch(partial(self._launcher.launch, number), f"engine-{number}")
-        return Engine(f"engine-{number}", self._client(number, process.url), process)
+        return Engine(f"engine-{number}", self._client(number, process.url), process, group=self.group)
 
     async def _end(self, engine: Engine) -> None:
         """Stop an engine that was started. One that is kept is left to the next run, if it is whole and runs nothing."""

@@ -35,6 +35,8 @@ class Engine:
     client: SGLangClient
     process: RunningEngine | None
     """None if the engine was attached by URL rather than started."""
+    group: str = ""
+    """Its group in ``sampler.groups``; empty: none."""
     restarts: int = 0
     """Number of restarts."""
     live: bool = True

@@ -25,6 +25,8 @@ def reserved_fleet(  # engines of other models differ in all of it
     launcher: Callable[[EngineSpec], Launcher] | None = None,
     restores_weights: bool = False,
     overrides: Mapping[str, object] | None = None,
+    first_gpu: int | None = None,
+    group: str = "",
 ) -> Fleet:
     """Return a fleet, not started, whose GPUs come after those of the policy's engines and of teachers.
 
@@ -39,10 +41,12 @@ def reserved_fleet(  # engines of other models differ in all of it
         launcher: makes what starts the engines, wherever it places them; None: on this machine.
         restores_weights: see `EngineSpec.restores_weights`.
         overrides: see `EngineSpec.overrides`.
+        first_gpu: see `LocalLauncher`.
+        group: name of the engines in metrics; see `Fleet`.
     """
     logs.mkdir(parents=True, exist_ok=True)
     sampler = (sampler or config.sampler).model_copy(
-        update={"engines": engines, "url": None, "port": 0, "router": "builtin", "keep_minutes": None}
+        update={"engines": engines, "url": None, "port": 0, "router": "builtin", "keep_minutes": None, "groups": {}}
     )
     trusted = config.model.trust_remote_code
     spec = EngineSpec(
@@ -51,11 +55,12 @@ def reserved_fleet(  # engines of other models differ in all of it
     first = config.sampler.engines + len(config.algo.distillation.teachers) + number
     return Fleet(
         sampler,
-        LocalLauncher(spec, first) if launcher is None else launcher(spec),
+        LocalLauncher(spec, first, first_gpu) if launcher is None else launcher(spec),
         logs,
         vocabulary=vocabulary,
         max_tokens=config.max_tokens,
         restores_weights=restores_weights,
+        group=group,
     )
 
 

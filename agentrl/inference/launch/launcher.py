@@ -207,18 +207,21 @@ def _content(file: Path) -> str:
 class LocalLauncher(Launcher):
     """Starts engines on this machine, each on separate GPUs as long as there are enough.
 
-    They have the numbers from ``first`` on: they take the GPUs after those of other engines.
+    They have the numbers from ``first`` on, and take the GPUs after the ``first_gpu`` ones of other engines; None: after
+    ``first`` engines of the same size.
     """
 
-    def __init__(self, spec: EngineSpec, first: int = 0) -> None:
+    def __init__(self, spec: EngineSpec, first: int = 0, first_gpu: int | None = None) -> None:
         self._spec = spec
         self._first = first
+        self._first_gpu = first * spec.config.engine_ranks if first_gpu is None else first_gpu
 
     @override
     def launch(self, number: int) -> EngineProcess:
-        config, number = self._spec.config, self._first + number
-        gpus = visible_gpus() if config.device == "cuda" else []
-        return self._spec.start(number, gpus=engine_gpus(number, config.engine_ranks, gpus) if gpus else ())
+        ranks = self._spec.config.engine_ranks
+        gpus = visible_gpus() if self._spec.config.device == "cuda" else []
+        engine = engine_gpus(self._first_gpu + number * ranks, ranks, gpus) if gpus else ()
+        return self._spec.start(self._first + number, gpus=engine)
 
 
 async def launch(start: Callable[[], E], name: str) -> E:
@@ -256,8 +259,8 @@ def visible_gpus() -> list[str]:
     return [name.strip() for name in names[:count]]
 
 
-def engine_gpus(number: int, gpu_count: int, gpus: Sequence[str]) -> list[str]:
-    """Return the ``gpu_count`` GPUs of engine ``number``: the last ones for engine 0, those before them for engine 1, and so on.
+def engine_gpus(first: int, gpu_count: int, gpus: Sequence[str]) -> list[str]:
+    """Return the ``gpu_count`` GPUs of an engine that come, from the last one backwards, after ``first`` ones of other engines.
 
     A learner on the same machine uses the first GPUs. If there are fewer GPUs than engines need, engines share them.
 
@@ -270,5 +273,6 @@ def engine_gpus(number: int, gpu_count: int, gpus: Sequence[str]) -> list[str]:
             f"an engine needs {gpu_count} GPUs (sampler.sglang.tp_size, pp_size and dp_size), and this machine has "
             f"{len(gpus)}: lower them"
         )
-    end = len(gpus) - number % blocks * gpu_count
+    end = len(gpus) - first % (blocks * gpu_count)
+    end = end if end >= gpu_count else len(gpus)
     return list(gpus[end - gpu_count : end])

@@ -23,7 +23,7 @@ def test_shared_judges_reserve_nothing_and_own_ones_have_bundles_of_their_own() 
     own = lay_out(configured(*colocated, judge=", sglang: {tp_size: 1}, gpus: own, engines: 3"), "cuda")
     assert own.bundles[2:] == ({"GPU": 1},) * 3
     assert (own.judges, own.judge_needs, own.total["GPU"]) == ({"big": (2, 3, 4)}, {"big": {"GPU": 1}}, 7)
-    assert [OwnLocations(own, "big").place(engine, 0) for engine in range(3)] == [
+    assert [OwnLocations([[2], [3], [4]], own.judge_needs["big"]).place(engine, 0) for engine in range(3)] == [
         (2, {"GPU": 1}),
         (3, {"GPU": 1}),
         (4, {"GPU": 1}),

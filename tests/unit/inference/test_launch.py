@@ -319,7 +319,7 @@ def test_engines_get_gpus_of_their_own_from_the_last_on(
     engines: int, gpus_each: int, gpus: str, actual: list[str]
 ) -> None:
     """The learner has the first; where engines outnumber GPUs, they share."""
-    assert ["".join(engine_gpus(number, gpus_each, gpus)) for number in range(engines)] == actual
+    assert ["".join(engine_gpus(number * gpus_each, gpus_each, gpus)) for number in range(engines)] == actual
 
 
 def test_an_engine_that_needs_more_gpus_than_there_are_is_refused() -> None:

@@ -306,3 +306,22 @@ def test_the_command_prints_parts_and_keys_to_set(capsys: pytest.CaptureFixture[
     keys = [line for line in out.splitlines() if line.startswith("  set")]
     assert not any("learner.ranks" in line or "placement.mode" in line for line in keys), "they are given"
     assert main(["plan", "--model", "no/such-model"]) == 2
+
+
+def test_groups_have_gpus_of_their_own() -> None:
+    """Their engines keep their size where the plan gives the others another."""
+    background = {"background": True}
+    group = {"serves": "evaluation", "engines": 2, "sglang": {"tp_size": 1}}
+    planned = plan("Qwen/Qwen3-8B", eval=background, sampler={"groups": {"eval": group}})
+    option = only(planned, "colocate", "fsdp")
+    assert option.learner_gpus == 6
+    assert not option.faults
+    assert option.settings is not None
+    keys = {"tp_size": 1, "mem_fraction_static": 0.85}
+    assert option.settings["sampler"]["groups"] == {"eval": {"sglang": keys}}
+    lines = "\n".join(report(planned, {}))
+    assert re.search(
+        r"group +eval \(evaluation\): 2 with tp_size=1, on GPUs of their own, GiB a GPU: weights 15\.\d", lines
+    )
+    with pytest.raises(ConfigError, match=r"the engines of groups have 8 GPUs of --gpus 8, and none is left"):
+        plan("Qwen/Qwen3-8B", eval=background, sampler={"groups": {"eval": group | {"engines": 8}}})

@@ -17,15 +17,15 @@ GAME = ["env.name=kuhn_poker", "sampler.engines=2"]
 
 @pytest.fixture
 def started(monkeypatch):
-    """Numbers of the engines that would start: they say which GPUs an engine gets."""
+    """GPUs before those of the engines that would start, each of which has one."""
     numbers = []
 
     class Launcher:
-        def __init__(self, spec, first=0):
-            self.spec, self.first = spec, first
+        def __init__(self, spec, first=0, first_gpu=None):
+            self.first_gpu = first if first_gpu is None else first_gpu
 
         def launch(self, number):
-            numbers.append(self.first + number)
+            numbers.append(self.first_gpu + number)
 
     async def start(fleet):
         for number in range(fleet._config.engines):
@@ -44,14 +44,20 @@ def opened(folder, *words, evaluation=False):
         async with AsyncExitStack() as exits:
             play = await open_self_play(config, folder, folder, services.fleet.vocabulary, exits, None, None)
             if evaluation:
-                await open_eval_engines(config, folder, folder, services, None, exits)
+                await open_eval_engines(config, folder, folder, services, exits)
             return play
 
     return asyncio.run(main())
 
 
 def test_engines_of_snapshots_and_of_evaluations_have_separate_gpus(tmp_path, started):
-    opened(tmp_path, "self_play.engines=2", "eval.background=true", "eval.engines=1", evaluation=True)
+    opened(
+        tmp_path,
+        "self_play.engines=2",
+        "eval.background=true",
+        "sampler.groups.eval.serves=evaluation",
+        evaluation=True,
+    )
     assert started == [2, 3, 4], "0 and 1 are the policy's"
 
 

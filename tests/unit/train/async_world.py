@@ -164,7 +164,8 @@ def fleet_of(engines: Engines) -> Any:
 
     return SimpleNamespace(
         live=(engines,),
-        metrics=dict,
+        group="eval",
+        metrics=lambda: {"engines/eval/restarts": 1.0, "rollout/cache_hit": 0.5, "rollout/engine_restarts": 1.0},
         set_weight_sync=lambda sync, **_: None,
         check_now=check_now,
         wait_ended=check_now,

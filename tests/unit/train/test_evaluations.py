@@ -111,7 +111,7 @@ def test_engines_pause_for_a_sync_also_if_only_an_evaluation_runs(tmp_path: Path
 def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path: Path) -> None:
     engines, other_engines = Engines(0), Engines(1)
 
-    run_config = background("train.steps=5", "train.eval_every=3", "eval.engines=1", "async.max_staleness=1")
+    run_config = background("train.steps=5", "train.eval_every=3", "async.max_staleness=1")
     train(
         tmp_path, run_config, engines=engines, eval_engines=EvalEngines(fleet_of(other_engines), sync_of(other_engines))
     )
@@ -119,6 +119,8 @@ def test_engines_that_only_evaluate_keep_the_weights_of_the_evaluation(tmp_path:
     rows = evaluations(tmp_path)
     assert [(row["step"], row["eval/lag_max"]) for row in rows] == [(3, 0), (5, 0)]
     assert rows[0]["eval/lag_steps"] > 0
+    metrics = {name: value for name, value in rows[0].items() if "engine" in name}
+    assert metrics == {"engines/eval/restarts": 1.0, "engines/eval/cache_hit": 0.5}
     assert engines.paused.count("push 4") == 1
 
 
@@ -193,10 +195,8 @@ def test_an_evaluation_whose_result_came_after_its_checkpoint_is_not_repeated(tm
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.engines=1 without eval\.background"):
-        load_config(None, ["eval.engines=1"])
-    with pytest.raises(ConfigError, match=r"eval\.engines=1 with placement\.mode=disaggregate"):
-        load_config(None, ["eval.engines=1", "eval.background=true", "placement.mode=disaggregate"])
+    with pytest.raises(ConfigError, match=r"sampler\.groups\.eval\.serves=evaluation without eval\.background"):
+        load_config(None, ["sampler.groups.eval.serves=evaluation"])
     with pytest.raises(ConfigError, match=r"placement\.mode=colocate with eval\.background=true"):
         check_placement(load_config(None, ["placement.mode=colocate", "eval.background=true"]), "cpu")
 

@@ -50,7 +50,13 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
     [
         [*IPC, *GPU],
         [*ONE_GPU],
-        [*ONE_GPU, "sampler.engines=2", "async.max_staleness=1", "eval.background=true", "eval.engines=1"],
+        [
+            *ONE_GPU,
+            "sampler.engines=2",
+            "async.max_staleness=1",
+            "eval.background=true",
+            "sampler.groups.eval.serves=evaluation",
+        ],
         [*IPC, *GPU, "sampler.sglang={tensor-parallel-size: 2}", "learner.ranks=2"],
         [*SEND],
         [*SEND, "placement.mode=colocate"],

@@ -1,0 +1,114 @@
+"""Groups of engines: their options over the common ones, and groups that are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from agentrl.cluster import placement_layout as placing
+from agentrl.cluster.placement_layout import check_placement, describe_placement, lay_out
+from agentrl.config.engine_checks import check_placement as check_placement_keys
+from agentrl.config.engine_groups import evaluation_group, group_sampler
+from agentrl.config.load import load_config
+from agentrl.core.errors import ConfigError, MissingError
+from agentrl.launch.job import run_gpus
+
+SGLANG = "sampler.backend=sglang"
+BACKGROUND = "eval.background=true"
+
+
+def evaluation(options: str = "") -> list[str]:
+    return [BACKGROUND, f"sampler.groups.eval={{serves: evaluation{options}}}"]
+
+
+def test_options_of_a_group_replace_the_common_ones_in_any_spelling() -> None:
+    common = "sampler.sglang={tp: 4, mem-fraction-static: 0.8, python: /p, dtype: bfloat16}"
+    config = load_config(
+        None,
+        [
+            SGLANG,
+            common,
+            *evaluation(", engines: 3, sglang: {tensor_parallel_size: 2, mem_fraction_static: 0.5, dtype: null}"),
+        ],
+    )
+    sampler = group_sampler(config.sampler, "eval")
+    own = {"tensor_parallel_size": 2, "mem_fraction_static": 0.5, "dtype": None}
+    assert sampler.sglang == {"python": "/p", **own}
+    assert (sampler.engines, sampler.engine_ranks, sampler.memory_share, sampler.groups) == (3, 2, 0.5, {})
+    assert (config.sampler.engine_ranks, config.sampler.memory_share) == (4, 0.8)
+
+
+def test_options_of_the_embedded_engine_that_a_group_does_not_set_are_the_common_ones() -> None:
+    words = ["sampler.embedded={slots: 5, context: 77}", *evaluation(", embedded: {slots: 9}")]
+    config = load_config(None, words)
+    read_back = type(config).model_validate(config.model_dump())
+    for each in (config, read_back):
+        group = evaluation_group(each.sampler)
+        assert group is not None
+        assert (group[1].embedded.slots, group[1].embedded.context) == (9, 77)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["sampler.groups.eval.serves=evaluation"], r"groups\.eval\.serves=evaluation without eval\.background"),
+        (
+            ["sampler.groups={a: {serves: evaluation}, b: {serves: evaluation}}", BACKGROUND],
+            r"has 2 groups .* \(a, b\)",
+        ),
+        (["sampler.groups={a.b: {serves: evaluation}}", BACKGROUND], r"the group's name 'a\.b'"),
+        (["sampler.groups.a.serves=training"], r"sampler\.groups\.a\.serves='training'"),
+        (evaluation(", sglang: {tp_size: 2}"), r"groups\.eval\.sglang is set, and sampler\.backend=embedded"),
+        (
+            [SGLANG, *evaluation(", embedded: {slots: 2}")],
+            r"groups\.eval\.embedded is set, and sampler\.backend=sglang",
+        ),
+        ([SGLANG, *evaluation(", sglang: {tp_size: two}")], r"sampler\.groups\.eval\.sglang: tp_size='two'"),
+        ([SGLANG, *evaluation(", sglang: {python: /p}")], r"one interpreter runs .* set sampler\.sglang\.python"),
+        (evaluation(", embedded: {slots: 0}"), r"sampler\.groups\.eval\.embedded\.slots=0"),
+    ],
+)
+def test_groups_that_are_refused(settings: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "words"),
+    [
+        (", sglang: {tp_size: 4, nnodes: 3}", "disaggregate", r"groups\.eval: nnodes=3 does not divide the 4 GPUs"),
+        (", sglang: {tp_size: 4, nnodes: 2}", "separate", r"groups\.eval: nnodes=2 with placement\.mode=separate"),
+        (", sglang: {device: cpu}", "disaggregate", r"groups\.eval\.sglang\.device=cpu, and other engines are on cuda"),
+    ],
+)
+def test_groups_that_cannot_be_placed(options: str, mode: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_placement_keys(load_config(None, [SGLANG, f"placement.mode={mode}", *evaluation(options)]), "cuda")
+
+
+@pytest.mark.parametrize("mode", ["colocate", "disaggregate"])
+def test_engines_that_only_evaluate_have_the_last_bundles(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [SGLANG, "learner.ranks=2", f"placement.mode={mode}", "learner.device=cuda"]
+    monkeypatch.setattr(placing, "learner_device", lambda learner: "cuda")
+    words += evaluation(", engines: 2, sglang: {tp_size: 4, nnodes: 2}")
+    config = load_config(None, words)
+    layout = lay_out(config, "cuda")
+    first = 2 if mode == "colocate" else 3  # bundles of ranks and of the engine of training
+    assert layout.evaluation == ((first, first + 1), (first + 2, first + 3))
+    assert (layout.bundles[first:], layout.evaluation_needs) == (({"GPU": 2},) * 4, {"GPU": 2})
+    assert layout.total["GPU"] == run_gpus(config) == first + 8
+    assert describe_placement(config).endswith(", and 8 for evaluation (sampler.groups)")
+    monkeypatch.setattr(placing, "gpus_here", lambda: 8)
+    with pytest.raises(MissingError, match=rf"wants {first + 8} GPUs .*, and 8 for evaluation .* there are 8 here"):
+        check_placement(config)
+
+
+def test_a_run_on_one_machine_counts_them() -> None:
+    words = [SGLANG, "learner.ranks=2", "learner.device=cuda", *evaluation(", engines: 2, sglang: {tp_size: 2}")]
+    assert run_gpus(load_config(None, words)) == 2 + 1 + 4
+
+
+def test_colocated_engines_evaluate_in_the_background_only_with_engines_of_their_own() -> None:
+    colocated = ["placement.mode=colocate", "learner.device=cpu"]
+    check_placement_keys(load_config(None, [*colocated, *evaluation()]), "cpu")
+    with pytest.raises(ConfigError, match=r"or give evaluation engines of its own: sampler\.groups\.eval\.serves"):
+        check_placement_keys(load_config(None, [*colocated, BACKGROUND]), "cpu")
