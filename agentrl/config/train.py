@@ -151,6 +151,5 @@ class WeightsConfig(Section):
     rank; the driver reads all weights for it)."""
     gap_limit: PositiveFloat | Literal["auto", "off"] = "auto"
     """How far engines and learner may be apart, as k3 of sampled tokens in nats a token of a first turn; twice that in a ninth.
-    The run stops if fixed rows of text are further apart than 25 times this after the first sync: a policy knows them less well.
-    ``auto``: 2e-3 for weights in 16 bits, 2e-2 with experts or for float8 weights or KV caches, 5e-2 for both, a twentieth if all
-    is float32. ``off``: no check."""
+    The run stops if they are further apart after the first sync. ``auto``: 2e-3 for weights in 16 bits, 2e-2 with experts or for
+    float8 weights or KV caches, 5e-2 for both, a twentieth if all is float32. ``off``: no check."""

@@ -8,12 +8,14 @@ from statistics import median
 
 from agentrl.doctor.record import FLAT_STEPS, RECENT, Finding, RunRecord, mean
 from agentrl.doctor.reward_checks import constant_reward
+from agentrl.runtime.engine_gap import GapBand
 
 COLLAPSED_NATS, COLLAPSED_SHARE, GROWN_NATS = 0.05, 0.2, 3.0
 """Entropy below the first, or half of the second, and below this share of its first values has collapsed; above so many times
 its first values it has exploded."""
 SAMPLER_KL = 0.01
 """From this KL divergence on engine and learner disagree on the policy, if the run has no limit for its precision."""
+_GAP_OF_TURN = "sync/gap/turn="
 RATIO = 10.0
 CLIPPED = 0.3
 LARGE_KL, KL_GROWTH, NOTABLE_KL = 1.0, 10.0, 0.1
@@ -116,6 +118,13 @@ def _sampler_limit(run: RunRecord) -> float:
     return max(2 * limits[0], SAMPLER_KL if moves else 0.0) if limits else SAMPLER_KL
 
 
+def _gaps_by_turn(run: RunRecord, band: GapBand) -> str:
+    """Return in words how far engines and learner were apart after the first sync, by depth of turn, beside the limits."""
+    keys = [key for key in run.family("sync/gap", len(run.steps)) if key.startswith(_GAP_OF_TURN) and run.values(key)]
+    gaps = sorted((int(key.removeprefix(_GAP_OF_TURN)), run.values(key)[0]) for key in keys)
+    return ", ".join(f"{gap:.2g} in turn {turn} (limit {band.limit(turn):.2g})" for turn, gap in gaps)
+
+
 def sampler_mismatch(run: RunRecord) -> Iterator[Finding]:
     """Yield that engine and learner disagree on the policy; renormalised log-probabilities are of another distribution."""
     values, limit = run.recent("train/sampler_kl", RECENT), _sampler_limit(run)
@@ -123,14 +132,16 @@ def sampler_mismatch(run: RunRecord) -> Iterator[Finding]:
         return
     all_values = run.values("train/sampler_kl")
     gap = run.recent("train/sampler_gap_max", RECENT)
+    first_turn = run.values("sync/gap_limit")
+    source = "twice sync/gap_limit, which weights.gap_limit sets" if first_turn and limit == 2 * first_turn[0] else ""
     evidence = [
         f"train/sampler_kl: {all_values[0]:.4f} in the first step, {mean(values):.4f} over the last {len(values)}; its limit is "
-        f"{limit:g}"
+        f"{limit:g}{source and f' ({source})'}"
     ]
     if gap:
         evidence.append(f"train/sampler_gap_max is {max(gap):.2f}")
-    if fixed := run.values("sync/gap"):
-        evidence.append(f"sync/gap, of fixed rows after the first sync, was {fixed[0]:.2g}")
+    if first_turn:
+        evidence.append(f"sync/gap, after the first sync, was {_gaps_by_turn(run, GapBand(first_turn[0]))}")
     grown = all_values[0] < limit / 5
     cause = (
         "it has grown: engines may sample with old weights; weights.check=checksum compares them after each sync"

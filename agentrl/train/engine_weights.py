@@ -25,13 +25,13 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.models.engine_float8 import DTYPE as FLOAT8
 from agentrl.models.engine_float8 import engine_overrides
 from agentrl.obs.progress import Stopwatch
-from agentrl.runtime.engine_precision import check_random_start
+from agentrl.runtime.engine_gap import gap_band
+from agentrl.runtime.engine_precision import check_random_start, read_precision
 from agentrl.runtime.services import Services
 from agentrl.train.first_sync import FirstSyncCheck
 from agentrl.weight_sync.adapter import AdapterSync
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions, WeightSync
 from agentrl.weight_sync.engines import paused
-from agentrl.weight_sync.gap import gap_band
 from agentrl.weight_sync.registry import make_transport, transport_class
 
 
@@ -187,7 +187,7 @@ class EngineWeights:
     eval_engines: EvalEngines | None = None
     """None: those of training evaluate."""
     first_sync: FirstSyncCheck | None = None
-    """Checks the engines once, after the first sync."""
+    """Compares engines and learner once, after the first sync. Where they share GPUs, they switch once more for it."""
     version: int = field(default=0, init=False)
     """Policy version of the learner's weights."""
     learner_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -227,15 +227,18 @@ class EngineWeights:
         self._learner, self.version = learner, version
         due = samples and (self._synced is None or version - self._synced >= self.config.sync_every)
         check = self.first_sync if due else None
+        sync = partial(self._sync_engines, watch)
+        await self.gpus.switch_to_engines(learner, sync, watch, due=due)
         if check is not None:
             self.first_sync = None
+            with watch("sync"):
+                await check.sample(self.fleet.live)
             await self.gpus.switch_to_learner(learner, watch)
             with watch("sync"):
                 await asyncio.to_thread(check.score_learner, learner)
-        await self.gpus.switch_to_engines(learner, partial(self._sync_engines, watch), watch, due=due)
-        if check is not None:
+            await self.gpus.switch_to_engines(learner, sync, watch, due=False)
             with watch("sync"):
-                self._gap = await check.check(learner, self.fleet.live, version)
+                self._gap = await check.compare(learner, self.fleet.live, version)
 
     async def sync_for_evaluation(self) -> None:
         """Sync the newest weights to the engines that evaluate, unless they have them: see `sync_weights`."""
@@ -331,12 +334,12 @@ async def open_engine_weights(
     transport = config.weights.transport
     sync = _open_sync(config, folder, transport, dtype)
     exits.push_async_callback(sync.aclose)
-    first_sync, band = None, await asyncio.to_thread(gap_band, config, model, dtype)
+    first_sync, band = None, gap_band(config, await asyncio.to_thread(read_precision, config, model), dtype)
     # An engine with several adapters scores with none of them.
     if band is not None and (config.learner.lora is None or config.weights.adapters == "merged"):
         checksums = config.model_copy(update={"weights": config.weights.model_copy(update={"check": "checksum"})})
         resend = _open_sync(checksums, folder, "tensor", dtype)
-        first_sync = FirstSyncCheck.open(config, services.renderer, band, services.fleet.vocabulary.size, resend)
+        first_sync = FirstSyncCheck.open(config, services.renderer, band, services.fleet.vocabulary, resend)
     return EngineWeights(
         config.weights,
         services.fleet,

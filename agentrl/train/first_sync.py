@@ -1,11 +1,11 @@
-"""The check after a run's first weight sync: engines and learner give fixed rows the same log-probabilities."""
+"""The check after the first weight sync: engines sample turns, and the learner gives the tokens the same log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,21 +14,23 @@ from numpy.typing import NDArray
 
 from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, ConfigError, EngineError
-from agentrl.core.types import MaskReason, Message, Provenance, Row, RowKey
+from agentrl.core.errors import AgentrlError, ConfigError, EngineError, SamplerError
+from agentrl.core.types import Generation, MaskReason, Message, Prompt, Provenance, Row, RowKey, SamplingParams
 from agentrl.inference.base import EngineControl
 from agentrl.inference.client.scoring import ScoringClient
+from agentrl.inference.client.segments import Vocabulary
+from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup, RowLogprobs
 from agentrl.learner.registry import make_backend
 from agentrl.render.renderer import ChatRenderer
+from agentrl.runtime.engine_gap import GapBand, mean_gap
 from agentrl.weight_sync.base import WeightSync
-from agentrl.weight_sync.gap import GapBand, mean_gap
 
 _log = logging.getLogger(__name__)
 
 TURNS = (1, 2, 4, 8)
 """Depths of the turns that are compared."""
-_CONVERSATIONS = 2
+_CONVERSATIONS = 4
 _EXCHANGES = (
     ("How many days are there in a week?", "There are seven days in a week, from Monday to Sunday."),
     ("What is 12 + 30?", "12 + 30 = 42."),
@@ -42,37 +44,42 @@ _EXCHANGES = (
     ("Which file holds a Python project's settings?", "Usually pyproject.toml, in the folder of the project."),
 )
 _MAX_TOKENS = 1024
-"""Of a row. A longer one loses its beginning."""
+"""Of a row. A longer conversation loses its beginning."""
+_ANSWER_TOKENS = 32
+"""Most tokens that an engine samples after a conversation."""
 _REQUEST_S = 120.0
+_GONE = 0.1
+"""What is left of a gap that has gone; the tokens are those of the engine as it was, so the limits do not hold of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _FixedRow:
-    """A conversation up to a turn of the policy, whose tokens are compared."""
+class TurnPrompt:
+    """A conversation of fixed text, up to a turn that the policy samples."""
 
-    row: Row
-    start: int
-    """Its first token of that turn."""
+    key: RowKey
+    token_ids: tuple[int, ...]
     turn: int
     """From 1."""
+    params: SamplingParams
 
 
-def fixed_rows(renderer: ChatRenderer, max_tokens: int, seed: int) -> list[_FixedRow]:
-    """Return the rows of a run: two conversations in its chat format, each up to turns of several depths."""
-    rng = np.random.default_rng(seed)
-    rows = []
+def turn_prompts(renderer: ChatRenderer, max_tokens: int, seed: int) -> list[TurnPrompt]:
+    """Return the prompts of a run: four conversations in its chat format, each up to turns of several depths.
+
+    Prompt and answer are shorter than ``max_tokens``, so that an engine that holds as many can sample the answer and score it.
+    """
+    rng, prompts = np.random.default_rng(seed), []
+    row_tokens = min(max_tokens, _MAX_TOKENS) - 1
+    answer_tokens = min(_ANSWER_TOKENS, row_tokens // 2)
+    if answer_tokens < 1:
+        return []
     for number in range(_CONVERSATIONS):
         exchanges = [_EXCHANGES[index] for index in rng.permutation(len(_EXCHANGES))]
         for turn in TURNS:
-            answer = renderer.encode(exchanges[turn - 1][1])
-            prompt = _prompt(renderer, exchanges[:turn])
-            token_ids = np.array([*prompt, *answer], np.int32)[-min(max_tokens, _MAX_TOKENS) :]
-            start = max(1, len(token_ids) - len(answer))
-            if start < len(token_ids):
-                rows.append(
-                    _FixedRow(_row(RowKey(f"first-sync-{number}", f"turn-{turn}"), token_ids, start), start, turn)
-                )
-    return rows
+            token_ids = tuple(_prompt(renderer, exchanges[:turn]))[answer_tokens - row_tokens :]
+            params = SamplingParams(max_new_tokens=answer_tokens, seed=int(rng.integers(1 << 31)))
+            prompts.append(TurnPrompt(RowKey(f"first-sync-{number}", f"turn-{turn}"), token_ids, turn, params))
+    return prompts
 
 
 def _prompt(renderer: ChatRenderer, exchanges: Sequence[tuple[str, str]]) -> Sequence[int]:
@@ -88,21 +95,49 @@ def _prompt(renderer: ChatRenderer, exchanges: Sequence[tuple[str, str]]) -> Seq
         return renderer.encode("\n".join([*lines, question, ""]))
 
 
-def _row(key: RowKey, token_ids: NDArray[np.int32], start: int) -> Row:
-    mask = np.zeros(len(token_ids), np.uint8)
-    mask[start:] = 1
-    compared = mask.astype(bool)
-    return Row(
-        key=key,
+@dataclass(frozen=True, slots=True)
+class _SampledTurn:
+    """A prompt, and what an engine has sampled after it: the tokens that are compared."""
+
+    row: Row
+    """``logprobs`` are the engine's."""
+    start: int
+    """The first sampled token."""
+    turn: int
+
+
+def _sampled_turn(prompt: TurnPrompt, generation: Generation, engine: int) -> _SampledTurn:
+    token_ids = np.array([*prompt.token_ids, *generation.token_ids], np.int32)
+    start = len(prompt.token_ids)
+    is_sampled = np.arange(len(token_ids)) >= start
+    logprobs = np.zeros(len(token_ids), np.float32)
+    logprobs[start:] = generation.logprobs
+    row = Row(
+        key=RowKey(f"{prompt.key.prompt_id}-engine-{engine}", prompt.key.rollout_id),
         token_ids=token_ids,
-        provenance=np.where(compared, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
-        mask=mask,
-        mask_reason=np.where(compared, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-        logprobs=np.zeros(len(token_ids), np.float32),
-        versions=np.where(compared, 0, -1).astype(np.int32),
-        requests=np.where(compared, 0, -1).astype(np.int32),
-        request_ids=("first-sync",),
+        provenance=np.where(is_sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=is_sampled.astype(np.uint8),
+        mask_reason=np.where(is_sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=logprobs,
+        versions=np.where(is_sampled, 0, -1).astype(np.int32),
+        requests=np.where(is_sampled, 0, -1).astype(np.int32),
+        request_ids=(generation.request_id,),
     )
+    return _SampledTurn(row, start, prompt.turn)
+
+
+class TurnSampler(Protocol):
+    """Samples with one engine; see `SGLangClient`."""
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str, policy: str = "main"
+    ) -> Generation:
+        """Sample one turn; see `agentrl.core.sampler.Sampler`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        ...
 
 
 class Scorer(Protocol):
@@ -117,24 +152,51 @@ class Scorer(Protocol):
         ...
 
 
+class EngineClients(Protocol):
+    """Opens the connections to an engine that the check needs."""
+
+    def sampler(self, engine: EngineControl) -> TurnSampler:
+        """Return what samples with an engine."""
+        ...
+
+    def scorer(self, engine: EngineControl) -> Scorer:
+        """Return what scores with an engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangClients(EngineClients):
+    """Connections of the check alone: a router in front of the engines would choose the engine."""
+
+    vocabulary: Vocabulary
+
+    def sampler(self, engine: EngineControl) -> SGLangClient:
+        """Return a client that samples."""
+        return SGLangClient(engine.url, timeout_s=_REQUEST_S, vocabulary=self.vocabulary, number=engine.number)
+
+    def scorer(self, engine: EngineControl) -> ScoringClient:
+        """Return a client that scores."""
+        name = f"engine {engine.number}"
+        return ScoringClient(engine.url, name, timeout_s=_REQUEST_S, vocabulary_size=self.vocabulary.size)
+
+
 @dataclass(slots=True)
 class FirstSyncCheck:
-    """Compares engines and learner once.
+    """Compares engines and learner once: call `sample`, `score_learner` and `compare` in this order, after the first sync."""
 
-    The learner scores the rows before the sync, with the weights that are sent, while it has its GPUs; the engines after it.
-    """
-
-    rows: Sequence[_FixedRow]
+    prompts: Sequence[TurnPrompt]
     packing: PackOptions
     band: GapBand
-    open_scorer: Callable[[EngineControl], Scorer]
+    clients: EngineClients
     resend: WeightSync
     """Sends weights again, with checksums, to find what is wrong."""
-    learner_logprobs: RowLogprobs = field(default_factory=dict, init=False)
+    _turns: dict[int, list[_SampledTurn]] = field(default_factory=dict, init=False)
+    """What each engine has sampled, by its number."""
+    _learner_logprobs: RowLogprobs = field(default_factory=dict, init=False)
 
     @classmethod
     def open(
-        cls, config: Config, renderer: ChatRenderer, band: GapBand, vocabulary_size: int, resend: WeightSync
+        cls, config: Config, renderer: ChatRenderer, band: GapBand, vocabulary: Vocabulary, resend: WeightSync
     ) -> FirstSyncCheck:
         """Return the check of a run."""
         max_tokens = min(source.rollout.max_tokens for source in config.by_source().values())
@@ -143,50 +205,70 @@ class FirstSyncCheck:
             data_parallel_size=make_backend(config.learner).data_parallel_size,
             pad_id=renderer.pad_token_id,
         )
+        prompts = turn_prompts(renderer, max_tokens, config.run.seed)
+        return cls(prompts, packing, band, SGLangClients(vocabulary), resend)
 
-        def open_scorer(engine: EngineControl) -> ScoringClient:
-            name = f"engine {engine.number}"
-            return ScoringClient(engine.url, name, timeout_s=_REQUEST_S, vocabulary_size=vocabulary_size)
+    async def sample(self, engines: Sequence[EngineControl]) -> None:
+        """Let each engine sample a turn after every prompt, at temperature 1. One that fails is left out, with a warning."""
+        for engine, turns in zip(
+            engines, await asyncio.gather(*(self._sample(engine) for engine in engines)), strict=True
+        ):
+            if turns:
+                self._turns[engine.number] = turns
 
-        return cls(fixed_rows(renderer, max_tokens, config.run.seed), packing, band, open_scorer, resend)
+    async def _sample(self, engine: EngineControl) -> list[_SampledTurn]:
+        sampler = self.clients.sampler(engine)
+
+        async def sample_turn(prompt: TurnPrompt) -> _SampledTurn:
+            name = f"{prompt.key.prompt_id}-{prompt.key.rollout_id}"
+            generation = await sampler.generate(
+                Prompt(prompt.token_ids), prompt.params, session_id=name, request_id=name
+            )
+            return _sampled_turn(prompt, generation, engine.number)
+
+        try:
+            return await asyncio.gather(*map(sample_turn, self.prompts))
+        except (EngineError, SamplerError) as error:
+            _log.warning("the check after the first weight sync is left out for %s: %s", engine.url, error)
+            return []
+        finally:
+            await sampler.aclose()
 
     def score_learner(self, learner: LearnerGroup) -> None:
-        """Let the learner score the rows. Blocks."""
-        rows = [fixed.row for fixed in self.rows]
-        zeros = {row.key: np.zeros(len(row.token_ids), np.float32) for row in rows}
-        self.learner_logprobs = learner.logprobs(pack(rows, self.packing, RowSignals(advantages=zeros)))
+        """Let the learner score what the engines have sampled, with the weights that were sent. Blocks."""
+        rows = [turn.row for turns in self._turns.values() for turn in turns]
+        if rows:
+            zeros = {row.key: np.zeros(len(row.token_ids), np.float32) for row in rows}
+            self._learner_logprobs = learner.logprobs(pack(rows, self.packing, RowSignals(advantages=zeros)))
 
-    async def check(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> dict[str, float]:
-        """Compare all engines with the learner; return metrics of the largest gap.
+    async def compare(self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int) -> dict[str, float]:
+        """Compare the engines with the learner; return metrics of the largest gaps.
 
         Raises:
             ConfigError: a gap is over its limit. The message says which weights an engine lacks, and what to do.
         """
         worst: dict[int, float] = {}
         for engine in engines:
-            try:
-                gaps = await self._gaps(engine)
-            except EngineError as error:
-                _log.warning("the check after the first weight sync is left out for %s: %s", engine.url, error)
+            if engine.number not in self._turns:
                 continue
-            if any(not gap <= self.band.limit(turn) for turn, gap in gaps.items()):
+            gaps = self._gaps(engine, [turn.row.logprobs[turn.start :] for turn in self._turns[engine.number]])
+            if not self._is_within(gaps):
                 raise ConfigError(await self._fault(learner, engine, version, gaps))
             worst = {turn: max(gap, worst.get(turn, 0.0)) for turn, gap in gaps.items()}
         if not worst:
             return {}
-        return {"sync/gap": max(worst.values()), "sync/gap_limit": self.band.first_turn}
+        by_turn = {f"sync/gap/turn={turn}": gap for turn, gap in worst.items()}
+        return {"sync/gap": max(worst.values()), "sync/gap_limit": self.band.first_turn} | by_turn
 
-    async def _gaps(self, engine: EngineControl) -> dict[int, float]:
-        """Return the gap of an engine by depth of turn."""
-        scorer = self.open_scorer(engine)
-        try:
-            scores = await asyncio.gather(*(scorer.score(row.row.token_ids.tolist(), row.start) for row in self.rows))
-        finally:
-            await scorer.aclose()
+    def _gaps(self, engine: EngineControl, logprobs: Sequence[NDArray[np.float32]]) -> dict[int, float]:
+        """Return the gap by depth of turn; ``logprobs`` are the engine's, of each sampled turn."""
         pairs: defaultdict[int, list[tuple[NDArray[np.float32], NDArray[np.float32]]]] = defaultdict(list)
-        for fixed, engine_N in zip(self.rows, scores, strict=True):
-            pairs[fixed.turn].append((self.learner_logprobs[fixed.row.key][fixed.start :], engine_N))
+        for turn, engine_N in zip(self._turns[engine.number], logprobs, strict=True):
+            pairs[turn.turn].append((self._learner_logprobs[turn.row.key][turn.start :], engine_N))
         return {turn: mean_gap(*map(np.concatenate, zip(*both, strict=True))) for turn, both in pairs.items()}
+
+    def _is_within(self, gaps: Mapping[int, float]) -> bool:
+        return all(gap <= self.band.limit(turn) for turn, gap in gaps.items())
 
     async def _fault(
         self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, float]
@@ -196,18 +278,20 @@ class FirstSyncCheck:
         )
         return (
             f"engine {engine.number} ({engine.url}) and the learner give other log-probabilities after the first weight sync: k3 "
-            f"{by_turn} nats a token, for {self.band.why}. {await self._cause(learner, engine, version)} weights.gap_limit=X "
-            "sets another limit, weights.gap_limit=off leaves this check out"
+            f"{by_turn} nats a token, for {self.band.why}. {await self._cause(learner, engine, version, gaps)} "
+            "weights.gap_limit=X sets another limit, weights.gap_limit=off leaves this check out"
         )
 
-    async def _cause(self, learner: LearnerGroup, engine: EngineControl, version: int) -> str:
+    async def _cause(
+        self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, float]
+    ) -> str:
         """Send the weights again by value and with checksums, and return in words what that has changed."""
         try:
             await self.resend.sync_weights(learner, [engine], version)
         except EngineError as error:
             return f"Sent again by value, with checksums: {error}. The engine's loader drops or changes these weights."
-        gaps = await self._gaps(engine)
-        if all(gap <= self.band.limit(turn) for turn, gap in gaps.items()):
+        gaps_now = self._gaps(engine, await self._score(engine))
+        if self._is_within(gaps_now) or all(gap <= _GONE * gaps[turn] for turn, gap in gaps_now.items()):
             return (
                 "Sent again by weights.transport=tensor the gap is gone: the run's transport or weights.bucket_mib loses "
                 "weights; set weights.transport=tensor."
@@ -216,3 +300,12 @@ class FirstSyncCheck:
             "The engine has the weights that were sent, by their checksums, so it computes another model with them: compare "
             "sampler.sglang (dtype, quantization, context_length) with learner.precision and model.path."
         )
+
+    async def _score(self, engine: EngineControl) -> list[NDArray[np.float32]]:
+        """Let an engine score what it has sampled."""
+        scorer = self.clients.scorer(engine)
+        try:
+            turns = self._turns[engine.number]
+            return await asyncio.gather(*(scorer.score(turn.row.token_ids.tolist(), turn.start) for turn in turns))
+        finally:
+            await scorer.aclose()

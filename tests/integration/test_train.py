@@ -146,6 +146,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         "KEY=VALUE": groups,
         "K": ("1",),
         "TOOL": ("search",),
+        "TURN": ("1", "2", "4", "8"),
         "KIND": ("learner", "engine", "tool_server", "ray", "other"),
     }
     lines = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text().splitlines()

@@ -35,7 +35,7 @@ from tests.structure.layers import PACKAGE
 COMMAND = (
     "train", "--env", "search_r1", "train.steps=1", "train.eval_every=0", "eval.size=1", "rollout.batch_size=2",
     "rollout.n_samples_per_prompt=4", "rollout.concurrency=1", "run.seed=7", "sampler.embedded.threads=1",
-    "learner.precision=float32", "train.eval_first=false",
+    "learner.precision=float32", "train.eval_first=false", "weights.gap_limit=off",
 )  # fmt: skip
 CARRIERS = {
     "Generation", "Segment", "Row", "Rollout", "StepGroups", "StepRollouts", "TrainingStep", "OptimizerStep", "MicroBatch",

@@ -392,6 +392,16 @@ def test_the_cause_of_a_disagreement(run):
     assert "from the start" in always[title].advice[0]
 
 
+def test_a_disagreement_is_held_against_the_limits_of_precision_and_turn(run):
+    gaps = {"sync__gap_limit": 2e-3, "sync__gap": 3e-4, "sync__gap__turn=8": 3e-4, "sync__gap__turn=1": 1e-4}
+    title = "engine and learner disagree on the policy"
+    assert title not in run.steps(30, train__sampler_kl=3e-3, **gaps).found()
+    evidence = run.steps(30, train__sampler_kl=5e-3, **gaps).found()[title].evidence
+    assert "its limit is 0.004 (twice sync/gap_limit, which weights.gap_limit sets)" in evidence[0]
+    expected = "sync/gap, after the first sync, was 0.0001 in turn 1 (limit 0.002), 0.0003 in turn 8 (limit 0.0037)"
+    assert evidence[-1] == expected
+
+
 # The command, and the keys that it names
 
 

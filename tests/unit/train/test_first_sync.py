@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,18 @@ from numpy.typing import NDArray
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import PackOptions
 from agentrl.config.load import validate
-from agentrl.core.errors import ConfigError, EngineError
-from agentrl.core.types import Message, Prompt, RowKey
+from agentrl.core.errors import ConfigError, EngineError, SamplerError
+from agentrl.core.types import FinishReason, Generation, Message, Prompt, RowKey, SamplingParams
 from agentrl.inference.base import EngineControl
+from agentrl.runtime.engine_gap import GapBand, gap_band, mean_gap
+from agentrl.runtime.engine_precision import read_precision
 from agentrl.testing import FakeEngine
-from agentrl.train.first_sync import TURNS, FirstSyncCheck, fixed_rows
-from agentrl.weight_sync.gap import GapBand, gap_band, mean_gap
+from agentrl.train.first_sync import TURNS, FirstSyncCheck, turn_prompts
 
 EXPERTS = {"num_experts": 8}
+FLOAT8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+SGLANG = {"sampler": {"backend": "sglang"}}
+CACHE = {"sampler": {"backend": "sglang", "sglang": {"kv-cache-dtype": "fp8_e5m2"}}}
 
 
 class Letters:
@@ -40,34 +46,37 @@ class Learner:
     """Gives token ``n`` the log-probability ``-n / 10``."""
 
     def logprobs(self, batch: GlobalBatch) -> dict[RowKey, NDArray[np.float32]]:
-        return {fixed.row.key: logprobs(fixed.row.token_ids.tolist(), 0) for fixed in ROWS}
+        return {
+            key: logprobs(micro.token_ids_L[micro.row_L == row].tolist(), 0)
+            for micro in batch.micro[0]
+            for row, key in enumerate(micro.keys)
+        }
 
 
 def logprobs(token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
     return -np.array(token_ids[start:], np.float32) / 10
 
 
-ROWS = fixed_rows(Letters(), 1 << 20, seed=3)
+PROMPTS = turn_prompts(Letters(), 1 << 20, seed=3)  # type: ignore[arg-type]
 
 
 class Engines:
-    """What engines score: the learner's log-probabilities, with an error of a size by engine and number of tokens."""
+    """What engines sample and score: the learner's log-probabilities, with an error of a size by engine and number of tokens."""
 
     def __init__(self, *errors: float, late: float = 0.0, lost: str = "", resent: float | None = None) -> None:
         self.errors, self.late, self.lost, self.resent = [*errors], late, lost, resent
         self.engines = [FakeEngine(number) for number in range(len(errors))]
+        self.broken: set[int] = set()
 
-    def open(self, engine: EngineControl) -> Engines:
-        self.number = engine.number
-        return self
+    def sampler(self, engine: EngineControl) -> Client:
+        return Client(self, engine.number)
 
-    async def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
+    scorer = sampler
+
+    def logprobs(self, engine: int, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
         scores = logprobs(token_ids, start)
-        error = self.errors[self.number] + (self.late if start > 250 else 0.0)
+        error = self.errors[engine] + (self.late if start > 250 else 0.0)
         return scores + error * np.where(np.arange(len(scores)) % 2, 1, -1).astype(np.float32)
-
-    async def aclose(self) -> None:
-        pass
 
     async def sync_weights(self, learner: object, engines: Sequence[EngineControl], version: int) -> None:
         if self.lost:
@@ -76,24 +85,61 @@ class Engines:
             self.errors[engines[0].number] = self.resent
 
     def check(self) -> dict[str, float]:
-        check = FirstSyncCheck(ROWS, PackOptions(4096), GapBand(2e-3, "16-bit weights"), self.open, self)
-        check.score_learner(Learner())
-        return asyncio.run(check.check(Learner(), self.engines, 0))
+        band = GapBand(2e-3, "16-bit weights")
+        check = FirstSyncCheck(PROMPTS, PackOptions(4096), band, self, self)  # type: ignore[arg-type]
+        learner: Any = Learner()
+
+        async def run() -> dict[str, float]:
+            await check.sample(self.engines)
+            check.score_learner(learner)
+            return await check.compare(learner, self.engines, 0)
+
+        return asyncio.run(run())
 
 
-def test_rows_are_seeded_and_have_turns_of_several_depths() -> None:
-    assert [row.turn for row in ROWS] == [*TURNS] * 2
-    again, other = fixed_rows(Letters(), 1 << 20, seed=3), fixed_rows(Letters(), 1 << 20, seed=4)
-    assert [row.row.token_ids.tolist() for row in again] == [row.row.token_ids.tolist() for row in ROWS]
-    assert [row.row.token_ids.tolist() for row in other] != [row.row.token_ids.tolist() for row in ROWS]
-    short = fixed_rows(Letters(), 40, seed=3)
-    assert all(len(row.row.token_ids) <= 40 and row.start >= 1 and row.row.mask[row.start :].all() for row in short)
+@dataclass
+class Client:
+    engines: Engines
+    number: int
+
+    async def generate(self, prompt: Prompt, params: SamplingParams, *, session_id: str, request_id: str) -> Generation:
+        if self.number in self.engines.broken:
+            raise SamplerError("its process ended")
+        ids = tuple(int(token) for token in np.random.default_rng(params.seed).integers(0, 90, params.max_new_tokens))
+        scores = self.engines.logprobs(self.number, [*prompt.token_ids, *ids], len(prompt.token_ids))
+        return Generation(ids, tuple(scores.tolist()), FinishReason.LENGTH, ((0, 0),), request_id=request_id)
+
+    async def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
+        return self.engines.logprobs(self.number, token_ids, start)
+
+    async def aclose(self) -> None: ...
+
+
+def test_prompts_are_seeded_and_have_turns_of_several_depths() -> None:
+    assert [prompt.turn for prompt in PROMPTS] == [*TURNS] * 4
+    assert turn_prompts(Letters(), 1 << 20, seed=3) == PROMPTS  # type: ignore[arg-type]
+    assert turn_prompts(Letters(), 1 << 20, seed=4) != PROMPTS  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_tokens", [3, 4, 40, 500])
+def test_prompt_and_answer_are_shorter_than_what_an_engine_holds(max_tokens: int) -> None:
+    for prompt in turn_prompts(Letters(), max_tokens, seed=3):  # type: ignore[arg-type]
+        assert prompt.token_ids
+        assert len(prompt.token_ids) + prompt.params.max_new_tokens <= max_tokens - 1
 
 
 def test_engines_within_the_band_are_measured() -> None:
-    metrics = Engines(0.01, 0.02).check()
+    metrics = Engines(0.01, 0.02, late=0.01).check()
     assert metrics["sync/gap_limit"] == 2e-3
-    assert metrics["sync/gap"] == pytest.approx(0.02**2 / 2, rel=0.05)
+    assert metrics["sync/gap"] == metrics["sync/gap/turn=8"] == pytest.approx(0.03**2 / 2, rel=0.05)
+    assert metrics["sync/gap/turn=1"] == pytest.approx(0.02**2 / 2, rel=0.05)
+
+
+def test_an_engine_that_is_lost_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    engines = Engines(0.01, 0.5)
+    engines.broken = {1}
+    assert engines.check()["sync/gap"] == pytest.approx(0.01**2 / 2, rel=0.05)
+    assert "left out for http://127.0.0.1:10: its process ended" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -101,8 +147,10 @@ def test_engines_within_the_band_are_measured() -> None:
     [
         (Engines(0.0, 0.5, lost="3 of 9 weights differ: a.weight"), r"engine 1 .*3 of 9 weights differ: a\.weight"),
         (Engines(0.5, resent=0.0), "the gap is gone: the run's transport"),
+        (Engines(0.5, resent=0.1), "the gap is gone: the run's transport"),
+        (Engines(0.5, resent=0.4), "it computes another model"),
         (Engines(0.5), r"by their checksums, so it computes another model.*sampler\.sglang"),
-        (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.094\)"),
+        (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.0037\)"),
         (Engines(float("nan")), "k3 nan"),
     ],
 )
@@ -118,28 +166,37 @@ def test_k3_is_that_of_its_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "model", "dtype", "limit"),
+    ("changes", "model", "dtype", "limit", "why"),
     [
-        ({}, {}, "float32", 1e-4),
-        ({"learner": {"precision": "bfloat16"}}, {}, "float32", 2e-3),
-        ({}, {}, None, 2e-3),
-        ({}, EXPERTS, "bfloat16", 2e-2),
-        ({}, {"text_config": EXPERTS}, "bfloat16", 2e-2),
-        ({"sampler": {"sglang": {"quantization": "fp8"}}}, {}, "bfloat16", 2e-2),
-        ({"sampler": {"sglang": {"kv-cache-dtype": "fp8_e5m2"}}}, EXPERTS, "bfloat16", 5e-2),
-        ({}, {"quantization_config": {"quant_method": "fp8"}}, "bfloat16", 2e-2),
-        ({"weights": {"gap_limit": 0.3}}, EXPERTS, "bfloat16", 0.3),
+        ({}, {}, "float32", 1e-4, "float32 weights"),
+        ({}, EXPERTS, "float32", 1e-3, "float32 weights and experts"),
+        ({"learner": {"precision": "bfloat16"}}, {}, "float32", 2e-3, "16-bit weights"),
+        ({}, {}, None, 2e-3, "16-bit weights"),
+        ({}, EXPERTS, "bfloat16", 2e-2, "16-bit weights and experts"),
+        ({}, {"text_config": EXPERTS}, "bfloat16", 2e-2, "16-bit weights and experts"),
+        (SGLANG | {"weights": {"dtype": "float8"}}, {}, "float8_e4m3fn", 2e-2, "float8 weights"),
+        (SGLANG | {"weights": {"dtype": "float8"}}, EXPERTS, "float8_e4m3fn", 5e-2, "float8 weights and experts"),
+        (SGLANG, FLOAT8, "float8_e4m3fn", 2e-2, "float8 weights"),
+        (SGLANG | {"weights": {"dtype": "bfloat16"}}, FLOAT8, "bfloat16", 2e-3, "16-bit weights"),
+        ({"sampler": {"url": "http://a:1"}}, {}, "float8_e4m3fn", 2e-2, "float8 weights"),
+        ({"learner": {"precision": "bfloat16", "fp8": True}}, {}, "bfloat16", 2e-2, "float8 weights"),
+        (CACHE, {}, "bfloat16", 2e-2, "a float8 KV cache"),
+        (CACHE, EXPERTS, "bfloat16", 5e-2, "a float8 KV cache and experts"),
+        ({"weights": {"gap_limit": 0.3}}, EXPERTS, "bfloat16", 0.3, "weights.gap_limit=0.3"),
     ],
 )
 def test_the_band_is_that_of_the_precision(
-    changes: dict[str, object], model: dict[str, object], dtype: str | None, limit: float, tmp_path: Path
+    changes: dict[str, object], model: dict[str, object], dtype: str | None, limit: float, why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = validate({"learner": {"precision": "float32"}} | changes, [])
-    band = gap_band(config, tmp_path, dtype)
+    band = gap_band(config, read_precision(config, tmp_path), dtype)
     assert band is not None
-    assert (band.first_turn, band.limit(1), band.limit(9)) == pytest.approx((limit, 25 * limit, 50 * limit))
+    assert (band.first_turn, band.limit(1), band.limit(9)) == pytest.approx((limit, limit, 2 * limit))
+    assert band.why == why
 
 
 def test_no_band_without_the_check(tmp_path: Path) -> None:
-    assert gap_band(validate({"weights": {"gap_limit": "off"}}, []), tmp_path, "float32") is None
+    (tmp_path / "config.json").write_text("{}")
+    config = validate({"weights": {"gap_limit": "off"}}, [])
+    assert gap_band(config, read_precision(config, tmp_path), "float32") is None

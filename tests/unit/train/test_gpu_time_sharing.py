@@ -118,9 +118,47 @@ class Learner(FakeLearner):
         self.world.log.append("sleep")
 
 
+class Check:
+    """Takes the place of `agentrl.train.first_sync.FirstSyncCheck`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def sample(self, engines: Any) -> None:
+        self.world.log.append(f"check samples with {' '.join(engine.name for engine in engines)}")
+
+    def score_learner(self, learner: Any) -> None:
+        self.world.log.append("check scores")
+
+    async def compare(self, learner: Any, engines: Any, version: int) -> dict[str, float]:
+        self.world.log.append("check compares")
+        return {"sync/gap": 0.1}
+
+
 BACK = ["e0 weights", "e1 weights"]
 KV = ["e0 kv_cache", "e1 kv_cache"]
 RELEASE = ["e0 release", "e1 release", "ended", "wake"]
+
+
+def test_the_first_check_scores_while_the_learner_has_the_gpus() -> None:
+    """Engines lose their weights meanwhile, and get them again. Only the first sync is checked."""
+    world = World()
+
+    async def run() -> None:
+        weights = world.sampling().weights
+        weights.first_sync = Check(world)  # type: ignore[assignment]
+        await weights.open()
+        await weights.sync_weights(world.learner, 0, Stopwatch(), samples=True)
+        to_engines = [*RELEASE, *BACK, "push 0 to e0 e1", "sleep", *KV]
+        again = [*RELEASE, "check scores", *BACK, "push 0 to e0 e1", "sleep", *KV]
+        assert world.said() == [*to_engines, "check samples with e0 e1", *again, "check compares"]
+        await weights.sync_weights(world.learner, 1, Stopwatch(), samples=True)
+        assert not [line for line in world.said() if "check" in line]
+        assert weights.metrics["sync/gap"] == 0.1
+        await weights.sync_weights(world.learner, 2, Stopwatch(), samples=True)
+        assert "sync/gap" not in weights.metrics
+
+    run_virtual(run())
 
 
 def test_the_order_of_steps() -> None:
