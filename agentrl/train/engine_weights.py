@@ -339,7 +339,8 @@ async def open_engine_weights(
     if band is not None and (config.learner.lora is None or config.weights.adapters == "merged"):
         checksums = config.model_copy(update={"weights": config.weights.model_copy(update={"check": "checksum"})})
         resend = _open_sync(checksums, folder, "tensor", dtype)
-        first_sync = FirstSyncCheck.open(config, services.renderer, band, services.fleet.vocabulary, resend)
+        vocabulary = services.fleet.vocabulary
+        first_sync = FirstSyncCheck.open(config, model, services.renderer, band, vocabulary, resend, dtype)
     return EngineWeights(
         config.weights,
         services.fleet,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -14,17 +16,22 @@ from numpy.typing import NDArray
 
 from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.schema import Config
-from agentrl.core.errors import AgentrlError, ConfigError, EngineError, SamplerError
+from agentrl.core.errors import AgentrlError, ConfigError, EngineError, ModelError, SamplerError
 from agentrl.core.types import Generation, MaskReason, Message, Prompt, Provenance, Row, RowKey, SamplingParams
 from agentrl.inference.base import EngineControl
+from agentrl.inference.client.control import ControlEndpoint
+from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup, RowLogprobs
 from agentrl.learner.registry import make_backend
+from agentrl.models.module_outputs import ModuleOutputs
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.engine_gap import GapBand, mean_gap
+from agentrl.train.reference_pass import first_difference, reference_pass
 from agentrl.weight_sync.base import WeightSync
+from agentrl.weight_sync.engines import OtherWeightsError
 
 _log = logging.getLogger(__name__)
 
@@ -163,12 +170,22 @@ class EngineClients(Protocol):
         """Return what scores with an engine."""
         ...
 
+    async def module_outputs(self, engine: EngineControl, token_ids: Sequence[int]) -> ModuleOutputs:
+        """Return the outputs of the engine's modules for the last of the tokens; none if it reports none.
+
+        Raises:
+            EngineError: it refuses.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SGLangClients(EngineClients):
     """Connections of the check alone: a router in front of the engines would choose the engine."""
 
     vocabulary: Vocabulary
+    reports_modules: bool = False
+    """Whether the engines report outputs of modules, as the embedded one does."""
 
     def sampler(self, engine: EngineControl) -> SGLangClient:
         """Return a client that samples."""
@@ -178,6 +195,17 @@ class SGLangClients(EngineClients):
         """Return a client that scores."""
         name = f"engine {engine.number}"
         return ScoringClient(engine.url, name, timeout_s=_REQUEST_S, vocabulary_size=self.vocabulary.size)
+
+    async def module_outputs(self, engine: EngineControl, token_ids: Sequence[int]) -> ModuleOutputs:
+        """Return the outputs of modules, of engines that report them."""
+        if not self.reports_modules:
+            return {}
+        http = EngineHttp(engine.url, _REQUEST_S)
+        try:
+            reply = await ControlEndpoint(http).call("/module_outputs", {"input_ids": [*token_ids]})
+        finally:
+            await http.aclose()
+        return {name: np.frombuffer(base64.b64decode(data), np.float32) for name, data in reply["outputs"].items()}
 
 
 @dataclass(slots=True)
@@ -190,15 +218,36 @@ class FirstSyncCheck:
     clients: EngineClients
     resend: WeightSync
     """Sends weights again, with checksums, to find what is wrong."""
+    folder: Path
+    """Of the model, for a reference pass where the weights are right."""
+    is_float32: bool = False
+    """Whether the engines compute in float32."""
     _turns: dict[int, list[_SampledTurn]] = field(default_factory=dict, init=False)
     """What each engine has sampled, by its number."""
     _learner_logprobs: RowLogprobs = field(default_factory=dict, init=False)
 
     @classmethod
     def open(
-        cls, config: Config, renderer: ChatRenderer, band: GapBand, vocabulary: Vocabulary, resend: WeightSync
+        cls,
+        config: Config,
+        folder: Path,
+        renderer: ChatRenderer,
+        band: GapBand,
+        vocabulary: Vocabulary,
+        resend: WeightSync,
+        dtype: str | None,
     ) -> FirstSyncCheck:
-        """Return the check of a run."""
+        """Return the check of a run.
+
+        Args:
+            config: of the run.
+            folder: of the model.
+            renderer: of its chat format.
+            band: the gap that is allowed.
+            vocabulary: of the policy.
+            resend: sends weights by value and compares checksums.
+            dtype: of the engines' weights; None: not known.
+        """
         max_tokens = min(source.rollout.max_tokens for source in config.by_source().values())
         packing = PackOptions(
             tokens_per_micro=config.batch.micro_tokens,
@@ -206,7 +255,8 @@ class FirstSyncCheck:
             pad_id=renderer.pad_token_id,
         )
         prompts = turn_prompts(renderer, max_tokens, config.run.seed)
-        return cls(prompts, packing, band, SGLangClients(vocabulary), resend)
+        clients = SGLangClients(vocabulary, reports_modules=not config.sampler.uses_sglang)
+        return cls(prompts, packing, band, clients, resend, folder, dtype == "float32")
 
     async def sample(self, engines: Sequence[EngineControl]) -> None:
         """Let each engine sample a turn after every prompt, at temperature 1. One that fails is left out, with a warning."""
@@ -286,19 +336,55 @@ class FirstSyncCheck:
         self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, float]
     ) -> str:
         """Send the weights again by value and with checksums, and return in words what that has changed."""
+        checksums = "The engine has the weights that were sent, by their checksums"
         try:
             await self.resend.sync_weights(learner, [engine], version)
-        except EngineError as error:
+        except OtherWeightsError as error:
             return f"Sent again by value, with checksums: {error}. The engine's loader drops or changes these weights."
-        gaps_now = self._gaps(engine, await self._score(engine))
+        except EngineError as error:
+            checksums = f"Sent again by value, the weights cannot be compared ({error})"
+        scores = await self._score(engine)
+        gaps_now = self._gaps(engine, scores)
         if self._is_within(gaps_now) or all(gap <= _GONE * gaps[turn] for turn, gap in gaps_now.items()):
             return (
                 "Sent again by weights.transport=tensor the gap is gone: the run's transport or weights.bucket_mib loses "
                 "weights; set weights.transport=tensor."
             )
+        return f"{checksums}. {await self._compare_with_reference(learner, engine, scores)}"
+
+    async def _compare_with_reference(
+        self, learner: LearnerGroup, engine: EngineControl, scores: Sequence[NDArray[np.float32]]
+    ) -> str:
+        """Return in words which of both computes another model with the same weights, and where it begins to differ.
+
+        ``scores`` are the engine's log-probabilities of what it has sampled.
+        """
+        turns = self._turns[engine.number]
+        learner_logprobs = [self._learner_logprobs[turn.row.key][turn.start :] for turn in turns]
+        gaps = [mean_gap(learner_N, engine_N) for learner_N, engine_N in zip(learner_logprobs, scores, strict=True)]
+        worst = int(np.argmax(gaps))
+        turn, token_ids = turns[worst], turns[worst].row.token_ids
+        keys = "sampler.sglang (dtype, quantization, context_length) with learner.precision and model.path"
+        try:
+            outputs = await self.clients.module_outputs(engine, token_ids.tolist())
+            reference = await asyncio.to_thread(reference_pass, self.folder, learner, token_ids, turn.start)
+        except (EngineError, ModelError) as error:
+            return f"One of both computes another model with them (no reference pass: {error}): compare {keys}."
+        of_learner = mean_gap(learner_logprobs[worst], reference.logprobs)
+        of_engine = mean_gap(reference.logprobs, scores[worst])
+        module = (
+            first_difference(outputs, reference.outputs, is_float32=self.is_float32)
+            or "no outputs of modules to compare"
+        )
+        distances = f"k3 {of_learner:.2g} to the learner, {of_engine:.2g} to the engine"
+        if of_engine > of_learner:
+            return (
+                f"The engine computes another model with them: a reference pass of transformers has {distances}; {module}. "
+                f"Compare {keys}."
+            )
         return (
-            "The engine has the weights that were sent, by their checksums, so it computes another model with them: compare "
-            "sampler.sglang (dtype, quantization, context_length) with learner.precision and model.path."
+            f"The learner computes another model with them: a reference pass of transformers has {distances}. Compare "
+            "learner.backend, learner.precision and learner.attention."
         )
 
     async def _score(self, engine: EngineControl) -> list[NDArray[np.float32]]:

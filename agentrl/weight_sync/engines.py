@@ -34,6 +34,10 @@ _ENGINE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes in which an engine may hold a weight, in addition to that in which it is sent."""
 
 
+class OtherWeightsError(EngineError):
+    """An engine has other weights than those that were sent to it, by their checksums."""
+
+
 KINDS: Mapping[str, Callable[[memoryview], Hash]] = {"sha256": hashlib.sha256, "words": GpuChecksum}
 """Hashes by `EngineControl.checksum_kind`."""
 
@@ -75,7 +79,8 @@ class Checksums:
         ]
         for fault, names in (("differ", wrong), ("were never sent", strange), ("are not there", not_loaded)):
             if names:
-                return f"{len(names)} of {len(engine_checksums)} weights {fault}: {', '.join(sorted(names)[:3])}"
+                first = ", ".join(sorted(names, key=_in_order_of_layers)[:3])
+                return f"{len(names)} of {len(engine_checksums)} weights {fault}: {first}"
         return None
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
@@ -98,6 +103,11 @@ class Checksums:
             self._wholes[fused_name] = (index + 1, hashers)
 
 
+def _in_order_of_layers(name: str) -> list[tuple[int, str]]:
+    """Sort names by the numbers in them, those of layers."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
 def _find_fused(name: str) -> tuple[str, int]:
     """Return SGLang's name of the fused weight that contains this one, or an empty name, and the part's index."""
     for shard_name, (fused_name, index) in _FUSED.items():
@@ -112,7 +122,7 @@ async def call_all(
     """Call all engines concurrently, and wait for all of them even if one fails.
 
     Raises:
-        EngineError: with the number of the engine, and the phase.
+        EngineError: with the number of the engine, and the phase. `OtherWeightsError` stays that.
     """
 
     async def call_one(number: int, engine: EngineControl) -> None:
@@ -122,7 +132,8 @@ async def call_all(
     results = await asyncio.gather(*(call_one(*numbered) for numbered in enumerate(engines)), return_exceptions=True)
     for number, result in enumerate(results):
         if isinstance(result, EngineError):
-            raise EngineError(f"engine {number} of {len(engines)}, {phase}: {result}") from result
+            kind = OtherWeightsError if isinstance(result, OtherWeightsError) else EngineError
+            raise kind(f"engine {number} of {len(engines)}, {phase}: {result}") from result
         if isinstance(result, BaseException):
             raise result
 
@@ -170,7 +181,7 @@ class UpdateCheck:
         async def compare(engine: EngineControl) -> None:
             difference = self._sums.difference(await engine.checksums())
             if difference is not None:
-                raise EngineError(f"its weights are not those that were sent: {difference}")
+                raise OtherWeightsError(f"its weights are not those that were sent: {difference}")
 
         await call_all(engines, "check of the weights", compare)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -64,7 +66,8 @@ class World:
         async def run() -> dict[str, float]:
             options = TransportOptions(1 << 20, self.folder, dtype=dtype, check="checksum")
             resend: WeightSync = make_transport("tensor", options)
-            check = FirstSyncCheck.open(self.config, make_renderer(tokenizer), band, vocabulary, resend)
+            renderer = make_renderer(tokenizer)
+            check = FirstSyncCheck.open(self.config, self.folder, renderer, band, vocabulary, resend, dtype)
             client = SGLangClient(self.url)
             try:
                 await check.sample([client])
@@ -130,4 +133,29 @@ def test_weights_that_a_sync_has_lost_come_when_they_are_sent_again(open_world: 
     name, weight = next(pair for pair in world.model.parameters() if "layers.1" in pair[0])
     world.model.load_weights([(name, torch.randn_like(weight))])
     with pytest.raises(ConfigError, match=r"k3 .* for float32 weights\. .* the gap is gone: the run's transport"):
+        world.compare()
+
+
+def test_the_first_module_of_an_engine_that_computes_another_model_is_named(
+    open_world: Open, folder: Path, tmp_path: Path
+) -> None:
+    """Its folder has another base of rotary embeddings: attention of the first layer is other."""
+    shutil.copytree(folder, tmp_path / "engine")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 3.0
+    (tmp_path / "engine" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as raised:
+        open_world(tmp_path / "engine").compare()
+    message = str(raised.value)
+    assert "The engine has the weights that were sent, by their checksums" in message
+    assert "The engine computes another model with them" in message
+    assert "the first module whose output differs is model.layers.0.self_attn (relative distance" in message
+
+
+def test_a_learner_that_computes_another_model_is_named(open_world: Open, folder: Path) -> None:
+    """Its attention sees half of what it should."""
+    world = open_world(folder)
+    for layer in world.learner.rank.model.hf.model.layers:  # type: ignore[attr-defined]
+        layer.self_attn.scaling /= 2
+    with pytest.raises(ConfigError, match="The learner computes another model with them"):
         world.compare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -55,6 +56,7 @@ class _Endpoints:
             "/continue_generation": self.continue_generation,
             "/release_memory_occupation": self.release_memory,
             "/resume_memory_occupation": self.resume_memory,
+            "/module_outputs": self.module_outputs,
         }
         return [
             Route("/generate", self.generate, methods=["POST"]),
@@ -147,6 +149,15 @@ class _Endpoints:
     async def resume_memory(self, body: Body) -> Response:
         self._scheduler.resume_memory(body.get("tags") or MEMORY_PARTS)
         return Response()
+
+    async def module_outputs(self, body: Body) -> Response:
+        """Return the outputs of decoder layers and their parts for the last of the ``input_ids``, float32 in base64. SGLang has
+        no such endpoint.
+        """
+        token_ids = body.get("input_ids")
+        outputs = await self._scheduler.module_outputs(token_ids if isinstance(token_ids, list) else [])
+        encoded = {name: base64.b64encode(output.tobytes()).decode("ascii") for name, output in outputs.items()}
+        return json_reply({"outputs": encoded})
 
 
 async def _disconnected(http: HttpRequest) -> None:

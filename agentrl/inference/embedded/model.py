@@ -23,6 +23,7 @@ from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
 from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.hub_tensors import hub_tensors
 from agentrl.models.load import load_model, read_end_ids
+from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
 from agentrl.models.routing import REPLAYED
 
 # Largest difference of log-probabilities from transformers' own attention in the check after loading.
@@ -110,6 +111,13 @@ class Model:
             )
             logits: Tensor = output.logits[0].float()
         return logits
+
+    def module_outputs(self, token_ids: NDArray[np.int32]) -> ModuleOutputs:
+        """Compute a row in slot 0, which nothing may use, and return the outputs of modules; see `record_module_outputs`."""
+        self.check_present()
+        self._switch.use(None)
+        batch = ForwardBatch([Segment(0, 0, token_ids)])
+        return record_module_outputs(self._model, lambda: self.forward(batch))
 
     def experts(self, slot: int, start: int, end: int) -> NDArray[np.int32]:
         """Return the experts ``[end - start, layers, K]`` of a slot's tokens."""

@@ -25,6 +25,7 @@ from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.inference.embedded.request import GenerateInput, Request
 from agentrl.inference.embedded.sampling import as_uint64, prompt_logprobs, sample
 from agentrl.inference.embedded.stop_strings import StopMatcher
+from agentrl.models.module_outputs import ModuleOutputs
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 MEMORY_PARTS = ("weights", "kv_cache")
@@ -357,6 +358,21 @@ class Scheduler:
         if "weights" in parts:
             self.model.allocate_weights()
         self._wake.set()
+
+    async def module_outputs(self, token_ids: list[int]) -> ModuleOutputs:
+        """Return the outputs of the model's modules for the last of the tokens, and drop the prefix cache.
+
+        Raises:
+            BadRequestError: these are no tokens of a prompt, or paused requests use the memory.
+        """
+        fits = 0 < len(token_ids) < self.model.context
+        if not fits or not all(isinstance(token, int) and 0 <= token < self.model.vocabulary for token in token_ids):
+            raise BadRequestError(f"input_ids must be a list of 1 to {self.model.context - 1} token ids")
+        async with self._no_forward():
+            if self._running:
+                raise BadRequestError("paused requests use the memory: let them end first")
+            self._table.flush()
+            return self.model.module_outputs(np.array(token_ids, np.int32))
 
     def begin_update(self) -> None:
         """Begin a weight update: no request is admitted until `end_update`.

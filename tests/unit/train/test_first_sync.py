@@ -23,6 +23,8 @@ from agentrl.runtime.engine_gap import GapBand, gap_band, mean_gap
 from agentrl.runtime.engine_precision import read_precision
 from agentrl.testing import FakeEngine
 from agentrl.train.first_sync import TURNS, FirstSyncCheck, turn_prompts
+from agentrl.train.reference_pass import first_difference
+from agentrl.weight_sync.engines import OtherWeightsError
 
 EXPERTS = {"num_experts": 8}
 FLOAT8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -63,8 +65,10 @@ PROMPTS = turn_prompts(Letters(), 1 << 20, seed=3)  # type: ignore[arg-type]
 class Engines:
     """What engines sample and score: the learner's log-probabilities, with an error of a size by engine and number of tokens."""
 
-    def __init__(self, *errors: float, late: float = 0.0, lost: str = "", resent: float | None = None) -> None:
-        self.errors, self.late, self.lost, self.resent = [*errors], late, lost, resent
+    def __init__(
+        self, *errors: float, late: float = 0.0, lost: str = "", resent: float | None = None, shards: bool = False
+    ) -> None:
+        self.errors, self.late, self.lost, self.resent, self.shards = [*errors], late, lost, resent, shards
         self.engines = [FakeEngine(number) for number in range(len(errors))]
         self.broken: set[int] = set()
 
@@ -73,6 +77,9 @@ class Engines:
 
     scorer = sampler
 
+    async def module_outputs(self, engine: EngineControl, token_ids: Sequence[int]) -> dict[str, NDArray[np.float32]]:
+        return {}
+
     def logprobs(self, engine: int, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
         scores = logprobs(token_ids, start)
         error = self.errors[engine] + (self.late if start > 250 else 0.0)
@@ -80,13 +87,15 @@ class Engines:
 
     async def sync_weights(self, learner: object, engines: Sequence[EngineControl], version: int) -> None:
         if self.lost:
-            raise EngineError(f"its weights are not those that were sent: {self.lost}")
+            raise OtherWeightsError(f"its weights are not those that were sent: {self.lost}")
+        if self.shards:
+            raise EngineError("it has 2 parts with checksums")
         if self.resent is not None:
             self.errors[engines[0].number] = self.resent
 
     def check(self) -> dict[str, float]:
         band = GapBand(2e-3, "16-bit weights")
-        check = FirstSyncCheck(PROMPTS, PackOptions(4096), band, self, self)  # type: ignore[arg-type]
+        check = FirstSyncCheck(PROMPTS, PackOptions(4096), band, self, self, Path("/no/model"))  # type: ignore[arg-type]
         learner: Any = Learner()
 
         async def run() -> dict[str, float]:
@@ -148,8 +157,12 @@ def test_an_engine_that_is_lost_is_left_out(caplog: pytest.LogCaptureFixture) ->
         (Engines(0.0, 0.5, lost="3 of 9 weights differ: a.weight"), r"engine 1 .*3 of 9 weights differ: a\.weight"),
         (Engines(0.5, resent=0.0), "the gap is gone: the run's transport"),
         (Engines(0.5, resent=0.1), "the gap is gone: the run's transport"),
-        (Engines(0.5, resent=0.4), "it computes another model"),
-        (Engines(0.5), r"by their checksums, so it computes another model.*sampler\.sglang"),
+        (Engines(0.5, resent=0.4), "by their checksums. One of both computes another model"),
+        (Engines(0.5), r"by their checksums\. One of both .*\(no reference pass: .*/no/model.*sampler\.sglang"),
+        (
+            Engines(0.5, shards=True),
+            r"cannot be compared \(it has 2 parts with checksums\)\. One of both computes another",
+        ),
         (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.0037\)"),
         (Engines(float("nan")), "k3 nan"),
     ],
@@ -200,3 +213,22 @@ def test_no_band_without_the_check(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = validate({"weights": {"gap_limit": "off"}}, [])
     assert gap_band(config, read_precision(config, tmp_path), "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("distances", "is_float32", "expected"),
+    [
+        ({"embed": 0.0, "layers.0": 1e-6, "layers.1": 0.3, "norm": 0.5}, True, "layers.1 (relative distance 0.3)"),
+        ({"embed": 2e-3, "layers.0": 0.02, "layers.1": 0.06, "norm": 0.1}, False, None),
+        ({"embed": 2e-3, "layers.0": 0.02, "layers.1": 0.3}, False, "layers.1 (relative distance 0.3)"),
+        ({"embed": 0.0, "layers.0": float("nan")}, False, "layers.0 (relative distance nan)"),
+        ({}, True, None),
+    ],
+)
+def test_the_first_module_that_rounding_does_not_explain(
+    distances: dict[str, float], is_float32: bool, expected: str | None
+) -> None:
+    reference = {name: np.array([3.0, 4.0], np.float32) for name in ("embed", "layers.0", "layers.1", "norm")}
+    engine = {name: reference[name] * np.float32(1 + distance) for name, distance in distances.items()}
+    difference = first_difference(engine, reference, is_float32=is_float32)
+    assert difference == (expected and f"the first module whose output differs is {expected}")

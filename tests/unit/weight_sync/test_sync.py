@@ -405,3 +405,12 @@ def test_checksums_know_how_engines_keep_weights():
 )
 def test_the_default_size_of_a_bucket_depends_on_the_transport(transport, mib, expected):
     assert TRANSPORTS[transport].bucket_bytes(mib) == expected << 20
+
+
+def test_the_first_weights_that_differ_are_named_in_the_order_of_layers() -> None:
+    sums = Checksums(["sha256"])
+    names = [f"m.layers.{layer}.mlp.down_proj.weight" for layer in (11, 2, 10, 9)]
+    sums.add([(name, torch.ones(2)) for name in names])
+    difference = sums.difference(dict.fromkeys(names, "0"))
+    first = ", ".join(f"m.layers.{layer}.mlp.down_proj.weight" for layer in (2, 9, 10))
+    assert difference == f"4 of 4 weights differ: {first}"
