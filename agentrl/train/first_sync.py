@@ -384,7 +384,7 @@ class FirstSyncCheck:
             )
         return (
             f"The learner computes another model with them: a reference pass of transformers has {distances}. Compare "
-            "learner.backend, learner.precision and learner.attention."
+            "learner.backend, learner.precision and model.path."
         )
 
     async def _score(self, engine: EngineControl) -> list[NDArray[np.float32]]:
