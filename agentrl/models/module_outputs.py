@@ -24,7 +24,7 @@ def record_module_outputs(model: nn.Module, compute: Callable[[], object]) -> Mo
     """
     outputs: dict[str, NDArray[np.float32]] = {}
 
-    def record(name: str, module: nn.Module, inputs: object, output: Any) -> None:
+    def record(name: str, module: nn.Module, inputs: object, output: object) -> None:
         hidden = output[0] if isinstance(output, tuple) and output else output
         if isinstance(hidden, torch.Tensor) and hidden.dim() > 1 and hidden.is_floating_point():
             outputs[name] = hidden.detach().flatten(0, -2)[-1].float().cpu().numpy()
