@@ -114,7 +114,7 @@ def test_with_a_gpu_the_main_job_is_the_same_but_for_the_engine() -> None:
 
 def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
     run_config, two = (load_config(find_config(f"search_r1/smollm2_{gpus}gpu")) for gpus in (1, 2))
-    assert (run_config.placement.mode, run_config.weights.transport) == ("colocate", "ipc")
+    assert (run_config.placement.mode, run_config.weights.transport) == ("separate", "ipc")
     assert (two.placement.mode, two.weights.transport) == ("disaggregate", "distributed")
     trees = [config.model_dump() for config in (run_config, two)]
     for tree in trees:

@@ -223,8 +223,9 @@ def _gpt_oss_options(hf: PreTrainedConfig) -> Options:
     return local_options(hf) | {
         "add_bias_linear": True,
         "add_qkv_bias": True,
-        "activation_func": partial(_scaled_silu, hf.swiglu_alpha),
-        "activation_func_clamp_value": hf.swiglu_limit,
+        # Older versions of transformers have both numbers in their code.
+        "activation_func": partial(_scaled_silu, getattr(hf, "swiglu_alpha", 1.702)),
+        "activation_func_clamp_value": getattr(hf, "swiglu_limit", 7.0),
         "glu_linear_offset": 1.0,
         "bias_activation_fusion": False,
     }
