@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 import signal
 import sys
@@ -97,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Leave what collection makes out of garbage collections, which would look through it again; start no thread.
 
     A process with threads cannot be forked safely, and modules that are imported would start some.
@@ -107,11 +108,32 @@ def pytest_collection() -> Generator[None, object, object]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
             patch.setenv("JE_ARROW_MALLOC_CONF", "background_thread:false")
-            return (yield)
+            result = yield
+            if session.config.getoption("forks") != "0" and not session.config.option.collectonly:
+                _make_shared_tokenizers()
+            return result
     finally:
+        _propagate_loggers_of_torch()
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+def _make_shared_tokenizers() -> None:
+    """Make what most tests of chat formats need, a second's work, before there are forks: Qwen's BPE, and its first part."""
+    if tokenizers := sys.modules.get("tests.unit.render.tokenizers"):
+        for name in ("qwen3", "llama3"):
+            tokenizers.family_tokenizer(name)
+
+
+def _propagate_loggers_of_torch() -> None:
+    """Have pytest capture them at the root logger.
+
+    It adds its handlers to each logger that does not propagate, six times a test, and torch has fifty of these.
+    """
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.split(".")[0] == "torch":
+            logger.propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:

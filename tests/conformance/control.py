@@ -64,21 +64,23 @@ class Control:
     @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
     def test_paused_requests_end_as_if_nothing_had_been(self, engine: Engine, mode: str) -> None:
         params = SamplingParams(max_new_tokens=400, temperature=0.0)
+        prompts = [prompt(20 + index) for index in range(3)]
 
-        async def play(client: SGLangClient) -> tuple[list[Generation], list[Generation]]:
-            calm = [await sample(client, prompt(20 + index), params) for index in range(3)]
-            tasks = [asyncio.create_task(sample(client, prompt(20 + index), params, f"r{index}")) for index in range(3)]
+        async def play(client: SGLangClient) -> list[Generation]:
+            for ids in prompts:
+                if tuple(ids) not in engine.undisturbed:
+                    engine.undisturbed[tuple(ids)] = await sample(client, ids, params)
+            tasks = [asyncio.create_task(sample(client, ids, params, f"r{index}")) for index, ids in enumerate(prompts)]
             await until_sampling(client, tasks)
             await client.pause(mode)
             await asyncio.sleep(0.3)
             assert not any(task.done() for task in tasks)
             await client.resume()
-            return calm, await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
 
-        calm, paused = engine.drive(play)
-        for index, generation in enumerate(paused):
-            engine.assert_same(calm[index], generation)
-            engine.assert_matches(engine.model, prompt(20 + index), generation, 0.0)
+        for ids, generation in zip(prompts, engine.drive(play), strict=True):
+            engine.assert_same(engine.undisturbed[tuple(ids)], generation)
+            engine.assert_matches(engine.model, ids, generation, 0.0)
 
     def test_bad_requests_are_refused_in_the_engines_words(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> None:

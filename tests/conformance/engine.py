@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,8 @@ class Engine:
     model: PreTrainedModel
     other_model: PreTrainedModel
     traits: Traits
+    undisturbed: dict[tuple[int, ...], Generation] = field(default_factory=dict, kw_only=True)
+    """What was sampled greedily of prompts with the first weights, for tests that compare with it."""
 
     def client(self) -> SGLangClient:
         return SGLangClient(self.url, timeout_s=60)

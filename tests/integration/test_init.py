@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import preloaded
 import pytest
 from shared_runs import Services, agentrl, environment, here, metrics
 
@@ -42,15 +43,9 @@ def test_every_file_is_there_with_the_projects_name(project: Path) -> None:
 
 
 def test_its_own_tests_pass(project: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
-        cwd=project,
-        env={**environment(), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """In a process that has imported agentrl, as `python -m pytest` would."""
+    words = ["-q", "-p", "no:cacheprovider"]
+    done = preloaded.run("pytest:main", words, cwd=project, env={**environment(), "OMP_NUM_THREADS": "1"}, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 passed" in done.stdout
 

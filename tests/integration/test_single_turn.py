@@ -2,11 +2,11 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -101,7 +101,7 @@ def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path
 def test_the_console_script_finds_modules_where_it_is_called(folder: Path) -> None:
     script = Path(sys.executable).parent / "agentrl"
     words = ["train", "--env", "single_turn", "data.path=train.jsonl", "reward=my_rewards:score", "--dry-run"]
-    done = subprocess.run([script, *words], cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = preloaded.run("installed_script:main", [str(script), *words], cwd=folder, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "reward       my_rewards:score" in done.stderr
     assert "train.jsonl: 6 to train on" in done.stderr

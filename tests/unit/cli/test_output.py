@@ -6,17 +6,31 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import preloaded
+
 from agentrl.core.registry import ENVS, MODELS, env_class, model_folder, names
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
 
 
 def piped(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-m", "agentrl.cli.main", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    """Run a command in a fork of a process that has imported everything, with a pipe for its output and one for errors."""
+    pipes = {number: os.pipe() for number in (1, 2)}
+    files = {number: write_end for number, (_, write_end) in pipes.items()}
+    process = preloaded.Forked(preloaded.Request("agentrl.cli.main:main", words, os.getcwd(), ENVIRONMENT, files))
+    texts = []
+    for read_end, write_end in pipes.values():
+        os.close(write_end)
+        with open(read_end) as file:  # what these commands print fits a pipe: neither end waits for the other
+            texts.append(file.read())
+    return subprocess.CompletedProcess(words, process.wait(60), *texts)
 
 
 def test_a_listed_model_is_one_line() -> None:
-    listed = piped("models", "list").stdout.splitlines()
+    """In an interpreter that a user starts."""
+    command = [sys.executable, "-m", "agentrl.cli.main", "models", "list"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True)
+    listed = done.stdout.splitlines()
     assert listed == [f"{name}  {model_folder(name)}" for name in names(MODELS)]
 
 

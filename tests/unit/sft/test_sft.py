@@ -245,14 +245,15 @@ def test_minutes_end_a_run_early(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5
 
 
-def test_ctrl_c_saves_what_there_is(tmp_path: Path) -> None:
+def test_ctrl_c_saves_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupting(message: str) -> None:
-        if "step 50/" in message:
+        if "step 5/" in message:
             signal.raise_signal(signal.SIGINT)
 
-    run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.batch_size=1", "sft.steps_per_world=60")
+    monkeypatch.setattr("agentrl.sft.run.SHOWN_EVERY", 5)
+    run = config(f"run.dir={tmp_path}", "sft.steps=100000", "sft.batch_size=1", "sft.steps_per_world=6")
     handlers_before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RunStopped, match="after 50 of 100000"):
+    with pytest.raises(RunStopped, match="after 5 of 100000"):
         sft(run, note=interrupting)
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert signal.getsignal(signal.SIGINT) is handlers_before
