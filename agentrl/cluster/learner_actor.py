@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,11 +18,31 @@ from agentrl.distributed.base import TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.learner.base import LearnerRank, RankOptions
+    from agentrl.learner.base import LearnerRank, RankOptions, WeightSource
     from agentrl.learner.export import RankBucket, WeightExporter
+    from agentrl.learner.streams import CommandGroups, RankStream
 
-BucketHead = tuple[tuple[TensorSpec, ...], bool]
-"""The tensors of a bucket, and whether it is the last."""
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """The place of a rank among all ranks. Example: ``RankLayout(0, ((0, 1), (0,)))``."""
+
+    data_parallel_rank: int
+    """See `LearnerRank.data_parallel_rank`."""
+    streams: tuple[tuple[int, ...], ...] | None
+    """The ranks of each stream of weights in which it takes part, see `StreamedWeights`; None: its learner has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketHead:
+    """What the driver knows of a bucket."""
+
+    specs: tuple[TensorSpec, ...]
+    """Its weights, in the order of their memory."""
+    last: bool
+    """Whether it is the last of its stream."""
+    fingerprint: int
+    """See `WeightBucket.fingerprint`."""
 
 
 class LearnerActor:
@@ -32,19 +52,18 @@ class LearnerActor:
     """Loaded by `set_up`."""
     exporter: WeightExporter
     """Exports the learner's weights."""
+    _command_groups: CommandGroups
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
         self._ranks = ranks
         self._store: Any = None
-        self._buckets: Iterator[RankBucket] = iter(())
-        self._bucket: RankBucket | None = None
+        self._streams: dict[tuple[int, ...], RankStream] = {}
+        """Those of the weight sync in progress, by their ranks."""
 
-    @property
-    def bucket(self) -> RankBucket:
-        """The current bucket of weights."""
-        assert self._bucket is not None, "next_bucket comes first"
-        return self._bucket
+    def bucket(self, ranks: tuple[int, ...]) -> RankBucket:
+        """Return the current bucket of a stream."""
+        return self._streams[ranks].bucket
 
     def node(self, config: LearnerConfig) -> str:
         """Return the IP address of this machine, and import what `set_up` will need."""
@@ -61,17 +80,19 @@ class LearnerActor:
         self._store = TCPStore(host, 0, self._ranks, is_master=True, wait_for_workers=False)
         return int(self._store.port)
 
-    def set_up(self, options: RankOptions, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()) -> int:
-        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor; return its
-        `LearnerRank.data_parallel_rank`.
-        """
+    def set_up(
+        self, options: RankOptions, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()
+    ) -> RankLayout:
+        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
         from agentrl.distributed.broadcast_group import gloo_on
+        from agentrl.learner.base import StreamedWeights
         from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.export import WeightExporter
         from agentrl.learner.registry import make_backend
+        from agentrl.learner.streams import CommandGroups
 
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -88,23 +109,57 @@ class LearnerActor:
             )
             self.learner = make_backend(options.config).rank_class()(replace(options, device=device))
         self.exporter = WeightExporter(self.learner, self.learner.adapters)
-        return self.learner.data_parallel_rank
+        self._command_groups = CommandGroups()
+        streams = (
+            tuple(tuple(source.ranks) for source in self.learner.streams())
+            if isinstance(self.learner, StreamedWeights)
+            else None
+        )
+        return RankLayout(self.learner.data_parallel_rank, streams)
 
     def sleep(self) -> None:
         """Release the device's memory, including that of the bucket."""
-        self._buckets, self._bucket = iter(()), None
+        self._streams.clear()
         self.learner.sleep()
 
-    def first_bucket(self, bucket_bytes: int, dtype: str | None) -> BucketHead | None:
-        """Start to iterate over the weights; see `next_bucket`."""
-        self._bucket = None
-        self._buckets = cast("Iterator[RankBucket]", self.exporter.buckets(bucket_bytes, dtype))
-        return self.next_bucket()
+    def open_streams(self, bucket_bytes: int, dtype: str | None, *, by_sender: bool) -> None:
+        """Begin a pass over the weights. All ranks are called.
 
-    def next_bucket(self) -> BucketHead | None:
-        """Gather the next bucket in place of the current one, and return its head; None after the last."""
-        self._bucket = next(self._buckets, None)
-        return None if self._bucket is None else (tuple(self._bucket.specs), self._bucket.last)
+        Args:
+            bucket_bytes: size of a bucket.
+            dtype: weights are cast to it.
+            by_sender: take part in the streams of `StreamedWeights`; else all ranks are one stream, of all weights.
+        """
+        from agentrl.learner.base import StreamedWeights
+        from agentrl.learner.streams import RankStream, stream_order
+
+        sources: dict[tuple[int, ...], WeightSource] = {tuple(range(self._ranks)): self.learner}
+        if by_sender:
+            assert isinstance(self.learner, StreamedWeights)
+            sources = {tuple(source.ranks): source for source in self.learner.streams()}
+        self._streams = {
+            ranks: RankStream(
+                self.exporter.gather_buckets(sources[ranks], bucket_bytes, dtype), self._command_groups.get(ranks)
+            )
+            for ranks in sorted(sources, key=stream_order)
+        }
+
+    def follow(self, ranks: tuple[int, ...]) -> None:
+        """Do in a stream what its first rank commands, until it ends."""
+        self._streams[ranks].follow()
+
+    def next_bucket(self, ranks: tuple[int, ...]) -> BucketHead | None:
+        """On the first rank of a stream: gather the next bucket in place of the current one; return None after the last."""
+        bucket = self._streams[ranks].next()
+        return None if bucket is None else BucketHead(tuple(bucket.specs), bucket.last, bucket.fingerprint())
+
+    def ipc_handles(self, ranks: tuple[int, ...]) -> list[str]:
+        """On the first rank of a stream: return handles of the current bucket by rank."""
+        return self._streams[ranks].ipc_handles()
+
+    def stop_stream(self, ranks: tuple[int, ...]) -> None:
+        """On the first rank of a stream: end it early."""
+        self._streams[ranks].stop()
 
     def adapters(self, dtype: str | None, policy: str) -> list[tuple[str, torch.Tensor]]:
         """Return the LoRA adapters on rank 0, nothing on others."""

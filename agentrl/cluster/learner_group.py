@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 import torch
@@ -14,7 +15,7 @@ from ray.exceptions import RayError
 from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.cluster.learner_actor import LearnerActor
+from agentrl.cluster.learner_actor import BucketHead
 from agentrl.cluster.placement_group import ReservedPlacement, check_cluster
 from agentrl.cluster.rank_actors import GRACE_S, RankActors, T
 from agentrl.cluster.ray_address import learner_device
@@ -26,6 +27,7 @@ from agentrl.distributed.flat_bucket import views
 from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
 from agentrl.learner.base import CriticGroup, LearnerGroup, RankOptions, RowLogprobs, RowScores, WeightBucket
 from agentrl.learner.export import RankBucket
+from agentrl.learner.streams import order_in_waves
 from agentrl.obs.waiting import waiting
 
 
@@ -102,13 +104,38 @@ def start_critic(
     return RayCritic(None, options, run_dir / "critic.log", placement.critic_options, gpus_of=shared)
 
 
+class _OpenStream:
+    """A stream of weights whose ranks gather buckets; see `agentrl.learner.streams`."""
+
+    def __init__(self, actors: Sequence[Any], ranks: tuple[int, ...]) -> None:
+        """Have the first of the ``ranks`` gather a bucket, and the others do what it commands."""
+        self.ranks = ranks
+        self.followers = {rank: actors[rank].follow.remote(ranks) for rank in ranks[1:]}
+        """The calls of the other ranks, which end with the stream."""
+        self.number = 0
+        """Number of the current bucket; 0: there is none."""
+        self.is_at_last = False
+        """Whether the current bucket is the last."""
+        self._leader = actors[ranks[0]]
+        self.request()
+
+    def request(self) -> None:
+        """Have the next bucket gathered in place of the current one."""
+        self.number = 0
+        self.head = self._leader.next_bucket.remote(self.ranks)
+
+
 class RayLearnerGroup(RankActors, LearnerGroup):
     """Ranks of the policy."""
 
     _bucket_number = 0
-    """Number of the current bucket, counted over all iterations."""
+    """Number of the newest bucket, counted over all iterations."""
+    _streams: tuple[_OpenStream, ...] = ()
+    """Streams of weights that have not ended."""
+    _senders: frozenset[int] = frozenset()
+    """Ranks that have opened a broadcast group."""
     _group_s = 0.0
-    """Seconds that joining the broadcast group, or a broadcast in it, may take."""
+    """Seconds that joining a broadcast group, or a broadcast in it, may take."""
 
     @override
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
@@ -120,48 +147,104 @@ class RayLearnerGroup(RankActors, LearnerGroup):
 
     @override
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        head = self._call(lambda actor: actor.first_bucket(bucket_bytes, dtype), "first_bucket")[0]
-        while head is not None:
-            self._bucket_number += 1
-            yield RayBucket(self, self._bucket_number, *head)
-            head = self._call(LearnerActor.next_bucket, "next_bucket")[0]
+        yield from self._gather_buckets(bucket_bytes, dtype, [[tuple(range(len(self._actors)))]], by_sender=False)
+
+    @override
+    def buckets_by_sender(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        self._check_usable()
+        streams = {ranks for layout in self._layouts for ranks in layout.streams or ()}
+        if streams:
+            yield from self._gather_buckets(bucket_bytes, dtype, order_in_waves([*streams]), by_sender=True)
+        else:
+            yield from self.buckets(bucket_bytes, dtype)
+
+    def _gather_buckets(
+        self, bucket_bytes: int, dtype: str | None, waves: Sequence[Sequence[tuple[int, ...]]], *, by_sender: bool
+    ) -> Iterator[WeightBucket]:
+        """Iterate over the buckets of streams, whose senders take turns within a wave."""
+        self._call(lambda actor: actor.open_streams(bucket_bytes, dtype, by_sender=by_sender), "open_streams")
+        for number, wave in enumerate(waves, 1):
+            self._streams = tuple(_OpenStream(self._actors, ranks) for ranks in wave)
+            while self._streams:
+                for stream in self._streams:
+                    if (head := self._next_head(stream)) is None:
+                        continue
+                    stream.is_at_last = head.last
+                    last = number == len(waves) and all(other.is_at_last for other in self._streams)
+                    stream.number = self._bucket_number = self._bucket_number + 1
+                    yield RayBucket(self, stream, head, last=last)
+                    stream.request()
+
+    def _next_head(self, stream: _OpenStream) -> BucketHead | None:
+        """Wait for the next bucket of a stream; return None when it has ended."""
+        head: BucketHead | None = None
+        phase, leader, followers = "gathering of a bucket", stream.ranks[:1], stream.ranks[1:]
+        try:
+            [head] = self._results([stream.head], phase, ranks=leader, watched=stream.followers)
+            if head is None:
+                self._results([*stream.followers.values()], phase, ranks=followers)
+        finally:
+            if head is None:  # also if its ranks have failed: none waits for a command
+                self._streams = tuple(other for other in self._streams if other is not stream)
+        return head
+
+    @override
+    def _end_streams(self) -> None:
+        streams, self._streams = self._streams, ()
+        if streams and self._over is None:
+            stops = [self._actors[stream.ranks[0]].stop_stream.remote(stream.ranks) for stream in streams]
+            followers = {rank: ref for stream in streams for rank, ref in stream.followers.items()}
+            refs, ranks = [*stops, *followers.values()], [*(stream.ranks[0] for stream in streams), *followers]
+            self._results(refs, "end of the gathering", ranks=ranks)
 
     @override
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         return self._call(lambda actor: actor.adapters(dtype, policy), "adapters")[0]
 
-    def call_bucket(
-        self, number: int, method: str, call: Callable[[RankBucket], T], ranks: int | None = None
-    ) -> list[T]:
-        """Call the current bucket's ``method`` on the first ``ranks`` ranks, or on all; return the results by rank."""
-        assert number == self._bucket_number, "the bucket is no longer held: the next one was requested"
-        limit_s = self._group_s + GRACE_S if method == "broadcast" else 0.0
+    def call_bucket(self, stream: _OpenStream, number: int, method: str, call: Callable[[RankBucket], T]) -> T:
+        """Call the current bucket's ``method`` on its sender."""
+        assert number == stream.number, "the bucket is no longer held: the next one was requested"
+        ranks, at_least_s = stream.ranks, self._group_s + GRACE_S if method == "broadcast" else 0.0
         phase = f"{method} of a bucket"
-        return self._call(lambda actor: call(actor.bucket), phase, ranks=ranks, at_least_s=limit_s)
+        [result] = self._call(lambda actor: call(actor.bucket(ranks)), phase, ranks=ranks[:1], at_least_s=at_least_s)
+        return result
+
+    def ipc_handles(self, stream: _OpenStream, number: int) -> list[str]:
+        """Return the handles of the current bucket by rank."""
+        assert number == stream.number, "the bucket is no longer held: the next one was requested"
+        ref = self._actors[stream.ranks[0]].ipc_handles.remote(stream.ranks)
+        [handles] = self._results([ref], "ipc_handles of a bucket", ranks=stream.ranks[:1])
+        return list(handles)
 
     @override
-    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+    def open_group(
+        self, urls: Sequence[str], size: int, backend: str, timeout_s: float, sender: int = 0
+    ) -> WeightGroup:
         self._group_s = timeout_s
+        self._senders |= {sender}
         addresses = list(urls)
-        return self._call(
-            lambda actor: actor.exporter.open_group(addresses, size, backend, timeout_s), "open_group", ranks=1
-        )[0]
+        [group] = self._call(
+            lambda actor: actor.exporter.open_group(addresses, size, backend, timeout_s), "open_group", ranks=[sender]
+        )
+        return group
 
     @override
-    def join_group(self, group: WeightGroup) -> None:
+    def join_group(self, group: WeightGroup, sender: int = 0) -> None:
         at_least_s = self._group_s + GRACE_S
-        self._call(lambda actor: actor.exporter.join_group(group), "join_group", ranks=1, at_least_s=at_least_s)
+        self._call(lambda actor: actor.exporter.join_group(group), "join_group", ranks=[sender], at_least_s=at_least_s)
 
     @override
     def leave_group(self) -> None:
-        """If the rank is lost, so is its place in the group."""
+        """If a rank is lost, so is its place in its group."""
+        senders, self._senders = self._senders, frozenset()
         if self._is_ready and self._over is None and self._actors:
-            with suppress(RayError):
-                ray.get(self._actors[0].leave_group.remote(), timeout=GRACE_S)
+            refs = [self._actors[sender].leave_group.remote() for sender in senders]
+            for ref in refs:
+                with suppress(RayError):
+                    ray.get(ref, timeout=GRACE_S)
 
     @override
     def sleep(self) -> None:
-        self._bucket_number += 1
         super().sleep()
 
 
@@ -176,21 +259,27 @@ class RayCritic(RankActors, CriticGroup):
 class RayBucket(WeightBucket):
     """A bucket that every rank holds, on the driver."""
 
-    def __init__(self, group: RayLearnerGroup, number: int, specs: Sequence[TensorSpec], last: bool) -> None:
-        """Refer to the bucket with ``number``, counted over all iterations."""
+    def __init__(self, group: RayLearnerGroup, stream: _OpenStream, head: BucketHead, *, last: bool) -> None:
+        """Refer to the current bucket of a stream."""
         self._group = group
-        self._number = number
-        self.specs = specs
+        self._stream = stream
+        self._number = stream.number
+        self._fingerprint = head.fingerprint
+        self.specs: Sequence[TensorSpec] = head.specs
         self.last = last
+        self.sender = stream.ranks[0]
+
+    def _call(self, method: str, call: Callable[[RankBucket], T]) -> T:
+        return self._group.call_bucket(self._stream, self._number, method, call)
 
     @override
     def fingerprint(self) -> int:
-        return self._group.call_bucket(self._number, "fingerprint", lambda bucket: bucket.fingerprint(), ranks=1)[0]
+        return self._fingerprint
 
     @override
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         # As an array, which Ray does not copy.
-        [flat] = self._group.call_bucket(self._number, "tensors", lambda bucket: bucket.cpu_bytes().numpy(), ranks=1)
+        flat = self._call("tensors", lambda bucket: bucket.cpu_bytes().numpy())
         with warnings.catch_warnings():  # Ray's memory is read-only, and nothing writes to it
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return views(self.specs, torch.from_numpy(flat))
@@ -198,18 +287,16 @@ class RayBucket(WeightBucket):
     @override
     def save(self, file: Path) -> None:
         path = file.absolute()
-        self._group.call_bucket(self._number, "save", lambda bucket: bucket.save(path), ranks=1)
+        self._call("save", lambda bucket: bucket.save(path))
 
     @override
     def changes(self, base: str | None, version: str) -> Changes:
-        function = partial(RankBucket.changes, base=base, version=version)
-        return self._group.call_bucket(self._number, "changes", function, ranks=1)[0]
+        return self._call("changes", partial(RankBucket.changes, base=base, version=version))
 
     @override
     def broadcast(self) -> None:
-        self._group.call_bucket(self._number, "broadcast", lambda bucket: bucket.broadcast(), ranks=1)
+        self._call("broadcast", lambda bucket: bucket.broadcast())
 
     @override
     def ipc_handles(self) -> list[str]:
-        by_rank = self._group.call_bucket(self._number, "ipc_handles", lambda bucket: bucket.ipc_handles())
-        return [handle for handles in by_rank for handle in handles]
+        return self._group.ipc_handles(self._stream, self._number)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ray
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
-from agentrl.cluster.learner_actor import LearnerActor
+from agentrl.cluster.learner_actor import LearnerActor, RankLayout
 from agentrl.cluster.placement_group import ActorLocation, actor_location
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, kill_actor, raylet_ended
 from agentrl.core.atomic_files import DISK_ERRORS
@@ -57,7 +58,7 @@ class RankActors(RankGroup):
         self._name = "critic" if options.role == "critic" else "learner"
         self._over: str | None = None
         self._is_ready = False
-        self._data_parallel_ranks: list[int] = []
+        self._layouts: list[RankLayout] = []
         """By rank; empty until they are ready."""
         ranks = options.config.ranks
         actor_options: dict[str, Any] = {
@@ -105,7 +106,7 @@ class RankActors(RankGroup):
             actor.set_up.remote(self._options, host, port, same, shared)
             for actor, shared in zip(self._actors, gpus, strict=True)
         ]
-        self._data_parallel_ranks = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
+        self._layouts = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
         self._is_ready = True
 
     def check(self) -> None:
@@ -180,7 +181,9 @@ class RankActors(RankGroup):
     def _put_parts(self, batch: GlobalBatch) -> list[ray.ObjectRef[GlobalBatch]]:
         """Put the part of a batch of each data-parallel rank into Ray's object store; return the references."""
         self._check_usable()
-        sizes, groups = [len(micro_batches) for micro_batches in batch.micro], max(self._data_parallel_ranks) + 1
+        self._end_streams()
+        sizes = [len(micro_batches) for micro_batches in batch.micro]
+        groups = max(layout.data_parallel_rank for layout in self._layouts) + 1
         assert sizes == sizes[:1] * groups, (
             f"a batch of {sizes} micro-batches by data-parallel rank came to a {self._name} with {groups} of them"
         )
@@ -192,26 +195,52 @@ class RankActors(RankGroup):
     ) -> list[T]:
         """Call every rank with the part of a batch that it computes; return the results by rank."""
         refs = [
-            actor.__ray_call__.remote(call, parts[rank])
-            for actor, rank in zip(self._actors, self._data_parallel_ranks, strict=True)
+            actor.__ray_call__.remote(call, parts[layout.data_parallel_rank])
+            for actor, layout in zip(self._actors, self._layouts, strict=True)
         ]
         return self._results(refs, phase)
 
     def _call(
-        self, function: Callable[[LearnerActor], T], phase: str, *, ranks: int | None = None, at_least_s: float = 0.0
+        self,
+        function: Callable[[LearnerActor], T],
+        phase: str,
+        *,
+        ranks: Sequence[int] | None = None,
+        at_least_s: float = 0.0,
     ) -> list[T]:
-        """Call a function in the processes of the first ``ranks`` actors, or of all; return the results by rank.
+        """Call a function in the processes of some ``ranks``, or of all; return the results in their order.
 
         Messages call it ``phase``. The time limit is ``learner.step_timeout_s``, and ``at_least_s``.
         """
         self._check_usable()
-        refs = [actor.__ray_call__.remote(function) for actor in self._actors[:ranks]]
-        return self._results(refs, phase, at_least_s)
+        if ranks is None:
+            self._end_streams()
+        ranks = range(len(self._actors)) if ranks is None else ranks
+        refs = [self._actors[rank].__ray_call__.remote(function) for rank in ranks]
+        return self._results(refs, phase, at_least_s, ranks)
 
-    def _results(self, refs: Sequence[Any], phase: str, at_least_s: float = 0.0) -> list[Any]:
-        """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results by rank."""
+    def _end_streams(self) -> None:
+        """Let no rank wait for the next bucket of weights, so that all take other calls."""
+
+    def _results(
+        self,
+        refs: Sequence[Any],
+        phase: str,
+        at_least_s: float = 0.0,
+        ranks: Sequence[int] | None = None,
+        watched: Mapping[int, Any] = MappingProxyType({}),
+    ) -> list[Any]:
+        """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results in their order.
+
+        Args:
+            refs: of the calls.
+            phase: names them in messages.
+            at_least_s: seconds that they may take in any case.
+            ranks: which were called; None are all.
+            watched: by rank, calls that are not waited for, but whose failure is that of ``refs``.
+        """
         limit = time.monotonic() + max(self._options.config.step_timeout_s, at_least_s)
-        return self._gather(refs, phase, limit, "learner.step_timeout_s")
+        return self._gather(refs, phase, limit, "learner.step_timeout_s", ranks, watched)
 
     def _check_usable(self) -> None:
         self.ready()
@@ -223,18 +252,30 @@ class RankActors(RankGroup):
         if self._over is not None:
             raise LearnerError(f"the {self._name} has ended: {self._over}")
 
-    def _gather(self, refs: Sequence[Any], phase: str, limit: float, key: str) -> list[Any]:
+    def _gather(
+        self,
+        refs: Sequence[Any],
+        phase: str,
+        limit: float,
+        key: str,
+        ranks: Sequence[int] | None = None,
+        watched: Mapping[int, Any] = MappingProxyType({}),
+    ) -> list[Any]:
         """Return all results, or raise the first failure; then ranks that still wait for the failed one are ended."""
         self._check_over()
-        pending = list(refs)
+        pending, followers = list(refs), list(watched.values())
+        rank_by_ref = dict(zip(refs, ranks or range(len(refs)), strict=True))
+        rank_by_ref |= {ref: rank for rank, ref in watched.items()}
 
         def late() -> list[int]:
-            return sorted(refs.index(ref) for ref in pending)
+            return sorted(rank_by_ref[ref] for ref in pending)
 
         with waiting(self._name, lambda: f"rank {' and '.join(map(str, late()))} of {len(self._actors)}", phase):
             while pending:
                 rest_s = max(0.0, limit - time.monotonic())
-                done, pending = ray.wait(pending, timeout=rest_s if self._is_ready else min(rest_s, LOOK_S))
+                wait_s = rest_s if self._is_ready else min(rest_s, LOOK_S)
+                done, _ = ray.wait([*pending, *followers], timeout=wait_s)
+                pending, followers = ([ref for ref in refs_ if ref not in done] for refs_ in (pending, followers))
                 if not done and not self._is_ready:
                     check_ray()  # without its processes no actor starts
                 if not done and time.monotonic() < limit:
@@ -247,7 +288,7 @@ class RankActors(RankGroup):
                 try:
                     ray.get(done)
                 except RayError as error:
-                    raise self._failure(error, refs.index(done[0]), pending, phase) from None
+                    raise self._failure(error, rank_by_ref[done[0]], pending + followers, phase) from None
             return list(ray.get(list(refs)))
 
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError | OSError:

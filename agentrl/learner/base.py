@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,25 @@ class WeightSource(Protocol):
 
     def gather(self, into: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Write weights, cast, into tensors on `gathers_on`. Collective: every rank must call it with the same names."""
+
+
+class StreamSource(WeightSource, Protocol):
+    """A part of the weights, which some ranks gather and the first of them sends: a stream of buckets."""
+
+    ranks: Sequence[int]
+    """Those that call `gather`, the sender first."""
+
+
+@runtime_checkable
+class StreamedWeights(Protocol):
+    """What a `LearnerRank` may have in addition: ranks that each send a part of the weights."""
+
+    def streams(self) -> Sequence[StreamSource]:
+        """Return the streams in which this rank takes part, and bring its weights up to date.
+
+        Collective: all ranks call it before the streams' weights are gathered. Two streams of several ranks have the same order
+        on all of them. All ranks' streams together have each weight once; weights that a loader joins are in one stream.
+        """
 
 
 class LearnerRank(WeightSource, Protocol):
@@ -194,15 +213,18 @@ class LearnerBackend(ABC):
 
 
 class WeightBucket(Protocol):
-    """Full (unsharded) weights that every rank holds on its device until the next bucket is requested.
+    """Full (unsharded) weights that ranks hold on their device until the next bucket is requested.
 
-    Methods block.
+    All ranks hold a bucket of `WeightExport.buckets`; one of `WeightExport.buckets_by_sender` those that have gathered it. Where
+    methods name rank 0, the bucket's sender is meant. Methods block.
     """
 
     specs: Sequence[TensorSpec]
     """Names, dtypes and shapes of the weights, in the order in which they follow each other in memory."""
     last: bool
     """Whether this is the last bucket."""
+    sender: int
+    """The rank that sends it: 0, unless it comes from `WeightExport.buckets_by_sender`."""
 
     def fingerprint(self) -> int:
         """Return 64 bits that differ if any weight differs; see `agentrl.models.weight_checksum.fingerprint`."""
@@ -225,7 +247,7 @@ class WeightBucket(Protocol):
         """
 
     def broadcast(self) -> None:
-        """Broadcast the weights from rank 0 in the group that `LearnerGroup.join_group` joined.
+        """Broadcast the weights from their sender in the group that it has joined with `LearnerGroup.join_group`.
 
         They are one tensor of bytes, or large weights one after the other: see `flat_bucket.broadcast_as_one`.
 
@@ -235,7 +257,7 @@ class WeightBucket(Protocol):
         """
 
     def ipc_handles(self) -> list[str]:
-        """Return, by rank, handles that open the weights in another process on the same GPU.
+        """Return, by rank, handles that open the weights in another process on the same GPU. Of `WeightExport.buckets` only.
 
         Each is a bucket as SGLang's ``/update_weights_from_tensor`` takes it; see `agentrl.distributed.flat_bucket.serialize`.
 
@@ -309,6 +331,13 @@ class WeightExport(Protocol):
                 of `WeightSource.float8` are quantised, each with its scales in the same bucket, and the others are bfloat16.
         """
 
+    def buckets_by_sender(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        """Iterate over the weights like `buckets`, in another order, each bucket gathered by its sender and few other ranks.
+
+        Senders take turns: while a bucket is sent, the next sender gathers. Rank 0 sends everything of a learner without
+        `StreamedWeights`.
+        """
+
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return copies of a policy's LoRA adapters on the CPU, by their names in a PEFT folder; none without LoRA.
 
@@ -317,25 +346,28 @@ class WeightExport(Protocol):
             policy: one of ``learner.lora.policies``.
         """
 
-    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
-        """Open, in rank 0's process, the store of a group, at an address that the engines at ``urls`` can reach.
+    def open_group(
+        self, urls: Sequence[str], size: int, backend: str, timeout_s: float, sender: int = 0
+    ) -> WeightGroup:
+        """Open, in a rank's process, the store of a group, at an address that the engines at ``urls`` can reach.
 
         Args:
             urls: of the engines.
-            size: number of processes in the group, including rank 0.
+            size: number of processes in the group, including the sender.
             backend: ``nccl`` or ``gloo``.
             timeout_s: time limit of joining, and later of each broadcast.
+            sender: the rank; it leaves an earlier group.
         """
 
-    def join_group(self, group: WeightGroup) -> None:
-        """Let rank 0 join the group that `open_group` opened, as its rank 0; returns when all have joined.
+    def join_group(self, group: WeightGroup, sender: int = 0) -> None:
+        """Let the rank join the group that `open_group` opened there, as the group's rank 0; returns when all have joined.
 
         Raises:
             EngineError: not all joined in time, or `leave_group` was called.
         """
 
     def leave_group(self) -> None:
-        """Leave the group, if there is one; pending joins and broadcasts fail. May be called from any thread at any time."""
+        """Leave all senders' groups, if any; pending joins and broadcasts fail. May be called from any thread at any time."""
 
 
 class LearnerGroup(RankGroup, WeightExport, Protocol):

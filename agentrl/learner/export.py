@@ -177,6 +177,8 @@ SentWeights = dict[str, tuple[str, torch.Tensor]]
 class RankBucket(WeightBucket):
     """The bucket on one rank. Valid until the next one is requested."""
 
+    sender = 0
+
     def __init__(
         self,
         bucket_plan: BucketPlan,
@@ -311,7 +313,15 @@ class WeightExporter(WeightExport):
 
     @override
     def buckets(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
-        return self._gather(self._source, bucket_bytes, dtype, self._sent)
+        return self.gather_buckets(self._source, bucket_bytes, dtype)
+
+    @override
+    def buckets_by_sender(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        return self.buckets(bucket_bytes, dtype)
+
+    def gather_buckets(self, source: WeightSource, bucket_bytes: int, dtype: str | None) -> Iterator[RankBucket]:
+        """Iterate over the weights of a source, such as a stream; see `WeightExport.buckets`. Collective."""
+        return self._gather(source, bucket_bytes, dtype, self._sent)
 
     @override
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
@@ -348,7 +358,9 @@ class WeightExporter(WeightExport):
             yield bucket
 
     @override
-    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+    def open_group(
+        self, urls: Sequence[str], size: int, backend: str, timeout_s: float, sender: int = 0
+    ) -> WeightGroup:
         self.leave_group()
         hosts = [host_towards(url) for url in urls]
         host = next((address for address in hosts if not address.startswith("127.")), "127.0.0.1")
@@ -359,7 +371,7 @@ class WeightExporter(WeightExport):
         return group
 
     @override
-    def join_group(self, group: WeightGroup) -> None:
+    def join_group(self, group: WeightGroup, sender: int = 0) -> None:
         if self._group != group:
             raise EngineError(f"the group {group.name} was left")
         joined = BroadcastGroup.join(group, 0, timeout_s=self._timeout_s)
@@ -374,7 +386,7 @@ class WeightExporter(WeightExport):
         """Broadcast the tensors of a bucket, all on one device; see `WeightBucket.broadcast`."""
         joined = self._joined
         if joined is None:
-            raise LearnerError("rank 0 has joined no group for weight sync")
+            raise LearnerError("the rank has joined no group for weight sync")
         on = "cuda" if joined.group.backend == "nccl" else "cpu"
         if on == "cuda" and tensors[0].device.type != on:
             raise LearnerError("NCCL broadcasts from a GPU only, and the weights are on the CPU: the learner sleeps")

@@ -82,6 +82,10 @@ class FakeLearner:
         """Iterate over the weights in buckets of at most ``bucket_bytes``, with at least one tensor."""
         return self._weights().buckets(bucket_bytes, dtype)
 
+    def buckets_by_sender(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        """Iterate over `buckets`: rank 0 sends all of them."""
+        return self.buckets(bucket_bytes, dtype)
+
     def adapters(self, dtype: str | None = None, policy: str = "main") -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of a policy's adapter in a dtype, by default their own."""
         import torch
@@ -89,11 +93,13 @@ class FakeLearner:
         adapter = self._adapters.get(policy, {})
         return [(name, tensor.to(getattr(torch, dtype)) if dtype else tensor) for name, tensor in adapter.items()]
 
-    def open_group(self, urls: Sequence[str], size: int, backend: str, timeout_s: float) -> WeightGroup:
+    def open_group(
+        self, urls: Sequence[str], size: int, backend: str, timeout_s: float, sender: int = 0
+    ) -> WeightGroup:
         """Open a real weight sync group."""
         return self._weights().open_group(urls, size, backend, timeout_s)
 
-    def join_group(self, group: WeightGroup) -> None:
+    def join_group(self, group: WeightGroup, sender: int = 0) -> None:
         """Join a weight sync group."""
         self._weights().join_group(group)
 

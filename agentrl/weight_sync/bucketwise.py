@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -19,6 +20,9 @@ from agentrl.weight_sync.engines import UpdateCheck, begin_updates, call_all, ca
 class BucketwiseSync(Transport):
     """Sends one bucket at a time to all engines."""
 
+    needs_all_ranks: ClassVar[bool] = False
+    """Whether every rank of the learner must hold a bucket; else several ranks gather and send, each a part of the weights."""
+
     @override
     async def sync_weights(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], version: int
@@ -31,7 +35,8 @@ class BucketwiseSync(Transport):
         check = await UpdateCheck.start(self.options.check, engines)
         try:
             await begin_updates(engines, version)
-            buckets = learner.buckets(self.options.bucket_bytes, self.options.dtype)
+            gather = learner.buckets if self.needs_all_ranks else learner.buckets_by_sender
+            buckets = gather(self.options.bucket_bytes, self.options.dtype)
             number = 0
             # A bucket is valid until the next one is requested.
             while (bucket := await asyncio.to_thread(next, buckets, None)) is not None:
@@ -76,6 +81,7 @@ class IpcSync(BucketwiseSync):
     default_bucket_mib = 4096
     works_while_offloaded = False
     tensor_ranks_only = True
+    needs_all_ranks = True
 
     @classmethod
     @override

@@ -1,4 +1,4 @@
-"""Weight sync by broadcast in a `torch.distributed` group of the learner's rank 0 and the engines: NCCL or gloo."""
+"""Weight sync by broadcast in `torch.distributed` groups, each of a sender of the learner and the engines: NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SETTLE_S = 5.0
 
 
 _OVERLAPPED_BYTES = 64 * 2**20
-"""A broadcast of more fits into no buffer of NCCL or gloo: rank 0 has sent it only when every engine has begun to receive
+"""A broadcast of more fits into no buffer of NCCL or gloo: its sender has sent it only when every engine has begun to receive
 it. Then the next bucket may be announced, which no engine can take for this one."""
 
 
@@ -50,11 +50,12 @@ class _Announcement:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A group that all members have joined."""
+    """The groups that a learner's senders and all engines have joined."""
 
     learner: LearnerGroup
     engines: tuple[EngineControl, ...]
-    group: WeightGroup
+    groups: dict[int, WeightGroup]
+    """By the sender's rank."""
 
     def has(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> bool:
         """Return whether exactly these are its members."""
@@ -62,10 +63,10 @@ class _Joined:
 
 
 class DistributedSync(BucketwiseSync):
-    """The learner's rank 0 broadcasts each bucket to all engines.
+    """The sender of a bucket, a rank of the learner, broadcasts it to all engines in a group of its own.
 
     Each bucket is announced to the engines first, so that a refusal blocks no other process. The next one is gathered and
-    announced while engines load it. The group is created at the first sync, kept for further syncs to the same engines,
+    announced while engines load it. The groups are created at the first sync, kept for further syncs to the same engines,
     and created again after a failure.
     """
 
@@ -75,8 +76,8 @@ class DistributedSync(BucketwiseSync):
     def __init__(self, options: TransportOptions) -> None:
         super().__init__(options)
         self._joined: _Joined | None = None
-        self._connected: WeightGroup | None = None
-        """The last group in which a broadcast has succeeded."""
+        self._connected: set[WeightGroup] = set()
+        """Groups in which a broadcast has succeeded."""
         self._loading: list[_Announcement] = []
         """Buckets that engines may still be loading."""
 
@@ -106,7 +107,8 @@ class DistributedSync(BucketwiseSync):
         await asyncio.gather(*(announcement.answer for announcement in loading), return_exceptions=True)
         joined, self._joined = self._joined, None
         if joined is not None:
-            await _leave(joined.learner, joined.engines, joined.group)
+            self._connected.clear()
+            await _leave(joined.learner, joined.engines, [*joined.groups.values()])
 
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
@@ -114,14 +116,14 @@ class DistributedSync(BucketwiseSync):
         phase = f"weights of version {version}, bucket {number}"
         reuses_group = self._joined is not None and self._joined.has(learner, engines)
         try:
-            await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
+            await self._broadcast(await self._group(learner, engines, bucket.sender), engines, bucket, version, phase)
         except EngineError as error:
             if number > 1 or not reuses_group or isinstance(error, _SilentError):
                 raise
             # An engine that was restarted since the last sync is not in the group.
             await self.aclose()
             await begin_updates(engines, version)
-            await self._broadcast(await self._group(learner, engines), engines, bucket, version, phase)
+            await self._broadcast(await self._group(learner, engines, bucket.sender), engines, bucket, version, phase)
 
     async def _broadcast(
         self, group: WeightGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, phase: str
@@ -144,7 +146,7 @@ class DistributedSync(BucketwiseSync):
         self._loading += announced
         answers, broadcast = [announcement.answer for announcement in announced], None
         with waiting("engine", "broadcast", phase):
-            wait_s = _REFUSAL_S if self.options.backend == "gloo" or group != self._connected else 0.0
+            wait_s = _REFUSAL_S if self.options.backend == "gloo" or group not in self._connected else 0.0
             early, _ = await asyncio.wait(answers, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             if all(answer.exception() is None for answer in early):
                 broadcast = asyncio.ensure_future(asyncio.to_thread(bucket.broadcast))
@@ -152,7 +154,7 @@ class DistributedSync(BucketwiseSync):
                 tasks = {broadcast, *(announcement.answer for announcement in self._loading)}
                 awaited = tasks - set(answers if overlaps else ())
                 if await _wait_for_success(tasks, awaited, self.options.timeout_s):
-                    self._connected = group
+                    self._connected.add(group)
                     self._loading = announced if overlaps else []
                     return
             await self._blame(broadcast, engines, phase)
@@ -189,34 +191,43 @@ class DistributedSync(BucketwiseSync):
         url = engines[blamed.engine].url
         raise kind(f"engine {blamed.engine} of {len(engines)} ({url}), {blamed.phase}: {dead}{why}")
 
-    async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl]) -> WeightGroup:
-        if self._joined is not None and self._joined.has(learner, engines):
-            return self._joined.group
-        await self.aclose()
+    async def _group(self, learner: LearnerGroup, engines: Sequence[EngineControl], sender: int) -> WeightGroup:
+        """Return the group of a sender and the engines; create it if they are not in it."""
+        if self._joined is None or not self._joined.has(learner, engines):
+            await self.aclose()
+            self._joined = _Joined(learner, tuple(engines), {})
+        groups = self._joined.groups
+        if sender not in groups:
+            groups[sender] = await self._create_group(learner, engines, sender)
+        return groups[sender]
+
+    async def _create_group(self, learner: LearnerGroup, engines: Sequence[EngineControl], sender: int) -> WeightGroup:
         sizes = dict(zip(engines, await asyncio.gather(*(engine.groups.ranks() for engine in engines)), strict=True))
         first, size = {}, 1
         for engine in engines:
             first[engine], size = size, size + sizes[engine]
-        urls = [engine.url for engine in engines]
-        group = await asyncio.to_thread(learner.open_group, urls, size, self.options.backend, self.options.timeout_s)
-        ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group))
+        urls, options = [engine.url for engine in engines], self.options
+        group = await asyncio.to_thread(learner.open_group, urls, size, options.backend, options.timeout_s, sender)
+        ours = asyncio.ensure_future(asyncio.to_thread(learner.join_group, group, sender))
         try:
             await call_all(engines, "group of weights", lambda engine: engine.groups.join(group, first[engine]))
             await ours
         except BaseException:
-            await _leave(learner, engines, group)
+            # Of the learner's groups, too: its senders leave together.
+            joined, self._joined = self._joined, None
+            await _leave(learner, engines, [group, *(joined.groups.values() if joined is not None else ())])
             await asyncio.gather(ours, return_exceptions=True)
             raise
-        self._joined = _Joined(learner, tuple(engines), group)
         return group
 
 
-async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], group: WeightGroup) -> None:
-    """Let all members leave a group concurrently: the wait of each side ends when the other leaves."""
+async def _leave(learner: LearnerGroup, engines: Sequence[EngineControl], groups: Sequence[WeightGroup]) -> None:
+    """Let all members leave groups concurrently: the wait of each side ends when the other leaves."""
 
     async def leave(engine: EngineControl) -> None:
-        with contextlib.suppress(EngineError, TimeoutError):  # a dead engine has left it
-            await asyncio.wait_for(engine.groups.leave(group), _SETTLE_S)
+        for group in groups:
+            with contextlib.suppress(EngineError, TimeoutError):  # a dead engine has left it
+                await asyncio.wait_for(engine.groups.leave(group), _SETTLE_S)
 
     await asyncio.gather(asyncio.to_thread(learner.leave_group), *(leave(engine) for engine in engines))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.cluster import rank_actors, run_cluster
+from agentrl.cluster.learner_actor import RankLayout
 from agentrl.cluster.learner_group import RayLearnerGroup
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
@@ -32,12 +33,12 @@ class LocalRanks(RayLearnerGroup):
     def __init__(self, group: LocalLearnerGroup) -> None:
         self._group_in_process = group
         self._actors = [LocalActor(group)]
-        self._data_parallel_ranks, self._name, self._is_ready = [0], "learner", True
+        self._layouts, self._name, self._is_ready = [RankLayout(0, None)], "learner", True
 
     def _check_usable(self) -> None:
         """It is never lost."""
 
-    def _results(self, refs: Any, phase: str, at_least_s: float = 0.0) -> list[Any]:
+    def _results(self, refs: Any, *options: Any, **named_options: Any) -> list[Any]:
         return list(refs)
 
     def __getattribute__(self, name: str) -> Any:

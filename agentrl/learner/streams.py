@@ -1,0 +1,152 @@
+"""Streams of weight buckets on the ranks that gather them: the first rank leads, the others do what it commands.
+
+The driver calls the leader for each bucket, and every other rank once a stream: commands pass from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from agentrl.core.errors import LearnerError
+from agentrl.learner.export import RankBucket
+
+_IDLE = timedelta(days=1)
+"""Time limit of the wait for a command: the driver has limits of its own, and ends the ranks of a failed one."""
+
+
+class _Command(IntEnum):
+    STOP = 0
+    NEXT = 1
+    IPC_HANDLES = 2
+
+
+def order_in_waves(streams: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Return streams in waves: those of a wave have no rank in common, and may gather at the same time.
+
+    Ranks take part in their streams in the order of `stream_order`.
+
+    Args:
+        streams: the ranks of each.
+    """
+    waves: list[list[tuple[int, ...]]] = []
+    next_wave: dict[int, int] = {}
+    for ranks in sorted(streams, key=stream_order):
+        wave = max(next_wave.get(rank, 0) for rank in ranks)
+        waves.extend([] for _ in range(wave + 1 - len(waves)))
+        waves[wave].append(ranks)
+        next_wave |= dict.fromkeys(ranks, wave + 1)
+    return waves
+
+
+def stream_order(ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the key by which all ranks sort their streams: large ones first."""
+    return -len(ranks), tuple(ranks)
+
+
+class CommandGroups:
+    """Process groups of the ranks of streams on one rank, over which leaders send commands. They are kept for all syncs."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of some ranks; None for a single rank. Collective among them at the first call."""
+        if ranks not in self._groups:
+            self._groups[ranks] = (
+                dist.new_group(list(ranks), _IDLE, "gloo", use_local_synchronization=True) if len(ranks) > 1 else None
+            )
+        return self._groups[ranks]
+
+
+class RankStream:
+    """A stream on one of its ranks."""
+
+    def __init__(self, buckets: Iterator[RankBucket], group: dist.ProcessGroup | None) -> None:
+        """Take part in a stream.
+
+        Args:
+            buckets: gathers them, each in place of the one before.
+            group: of `CommandGroups`.
+        """
+        self._buckets = buckets
+        self._group = group
+        self._bucket: RankBucket | None = None
+
+    @property
+    def bucket(self) -> RankBucket:
+        """The current bucket."""
+        assert self._bucket is not None, "next comes first"
+        return self._bucket
+
+    def next(self) -> RankBucket | None:
+        """On the leader: have all ranks gather the next bucket; return None, and end the stream, after the last."""
+        self._send(_Command.NEXT)
+        bucket = self._gather_next()
+        if bucket is None:
+            self.stop()
+        return bucket
+
+    def ipc_handles(self) -> list[str]:
+        """On the leader: return the current bucket's handles by rank; see `WeightBucket.ipc_handles`.
+
+        Raises:
+            LearnerError: a rank has none.
+        """
+        self._send(_Command.IPC_HANDLES)
+        handles: list[str] = []
+        for result in self._gather_handles():
+            if isinstance(result, LearnerError):
+                raise result
+            handles += result
+        return handles
+
+    def stop(self) -> None:
+        """On the leader: end the stream on all ranks, if it has not ended."""
+        if self._group is not None:
+            self._send(_Command.STOP)
+        self._release()
+
+    def follow(self) -> None:
+        """On the other ranks: do what the leader commands, until the stream ends."""
+        assert self._group is not None
+        command = torch.zeros(1, dtype=torch.int64)
+        while True:
+            dist.broadcast(command, group=self._group, group_src=0)
+            match _Command(int(command)):
+                case _Command.NEXT:
+                    self._gather_next()
+                case _Command.IPC_HANDLES:
+                    self._gather_handles()
+                case _Command.STOP:
+                    self._release()
+                    return
+
+    def _gather_next(self) -> RankBucket | None:
+        self._bucket = next(self._buckets, None)
+        return self._bucket
+
+    def _gather_handles(self) -> list[list[str] | LearnerError]:
+        """Gather on the leader what each rank has."""
+        try:
+            handles: list[str] | LearnerError = self.bucket.ipc_handles()
+        except LearnerError as error:
+            handles = error
+        if self._group is None:
+            return [handles]
+        is_leader = dist.get_rank(self._group) == 0
+        results: list[list[str] | LearnerError] = [[]] * self._group.size()
+        dist.gather_object(handles, results if is_leader else None, group=self._group, group_dst=0)
+        return results
+
+    def _send(self, command: _Command) -> None:
+        if self._group is not None:
+            dist.broadcast(torch.tensor([command], dtype=torch.int64), group=self._group, group_src=0)
+
+    def _release(self) -> None:
+        """Let the bucket's memory be freed, and with it what gathers buckets."""
+        self._buckets, self._bucket = iter(()), None
