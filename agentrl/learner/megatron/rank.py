@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
-from agentrl.learner.base import RankOptions, RowScores
+from agentrl.learner.base import RankOptions, RowScores, StreamSource
 from agentrl.learner.device import compiles
 from agentrl.learner.export import plan_buckets
 from agentrl.learner.megatron.cpu import computing_on
@@ -41,6 +42,7 @@ from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.options import learner_options
 from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
+from agentrl.learner.megatron.senders import PartSource, RankPart, rank_parts
 from agentrl.learner.megatron.weights import GatherGroups
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, mask_positions, score_positions
@@ -206,6 +208,17 @@ class MegatronRank(BackendRank):
         with self.computing():
             self._settle_weights()
             self.trained.weights.gather(into, self._groups, self.readable)
+
+    @cached_property
+    def _parts(self) -> list[RankPart]:
+        return rank_parts(self.trained.weights)
+
+    def streams(self) -> Sequence[StreamSource]:
+        """See `StreamedWeights.streams`."""
+        with self.computing():
+            self._settle_weights()
+            parts = self._parts
+        return [PartSource(part, self, self.trained.weights, self.computing, self.readable) for part in parts]
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the rank's state in readable memory, while it sleeps on the CPU."""

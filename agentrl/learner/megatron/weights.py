@@ -78,12 +78,13 @@ class ModelWeights:
         self.model = model
         dtype = str(model.config.params_dtype).removeprefix("torch.")
         self._specs: dict[str, TensorSpec] = {}
-        self._expert_names: set[str] = set()
+        self.expert_names: set[str] = set()
+        """Names of the weights of experts."""
         for weight, is_expert in _all_weights(model):
             for tensor in weight.tensors():
                 self._specs[tensor.name] = TensorSpec(tensor.name, weight.dtype or dtype, tensor.shape)
                 if is_expert:
-                    self._expert_names.add(tensor.name)
+                    self.expert_names.add(tensor.name)
         self.rank_weights = list(chain.from_iterable(_chunk_weights(model, chunk) for chunk in model.chunks))
         self._slices: dict[str, list[tuple[torch.Tensor, WeightSlice]]] = defaultdict(list)
         for weight_on_rank in self.rank_weights:
@@ -93,6 +94,10 @@ class ModelWeights:
     def specs(self) -> Sequence[TensorSpec]:
         """Return names, dtypes and shapes of the whole model's weights; see `LearnerRank.specs`."""
         return list(self._specs.values())
+
+    def names_on_rank(self) -> frozenset[str]:
+        """Return the names of weights of which this rank sends slices when they are gathered."""
+        return frozenset(self._slices)
 
     def full_tensors(self) -> Iterator[Pair]:
         """Iterate over the weights of this rank, one tensor at a time. Only without tensor and expert parallelism."""
@@ -117,8 +122,8 @@ class ModelWeights:
             groups: whose ranks have the weights.
             readable: returns a tensor of the model in readable memory on that device.
         """
-        expert_pairs = [pair for pair in into if pair[0] in self._expert_names]
-        layer_pairs = [pair for pair in into if pair[0] not in self._expert_names]
+        expert_pairs = [pair for pair in into if pair[0] in self.expert_names]
+        layer_pairs = [pair for pair in into if pair[0] not in self.expert_names]
         for pairs, group in ((layer_pairs, groups.layers), (expert_pairs, groups.experts)):
             if dist.get_rank(group) < 0:
                 continue
@@ -147,7 +152,7 @@ class ModelWeights:
             outs[name].copy_(full_tensor)
 
     def _write(self, name: str, full_tensor: torch.Tensor, readable: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for tensor, weight_slice in self._slices[name]:
+        for tensor, weight_slice in self._slices.get(name, ()):
             full_tensor[weight_slice.hf_slices].copy_(readable(tensor)[weight_slice.local_index])
 
 

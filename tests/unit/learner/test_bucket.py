@@ -1,5 +1,4 @@
 import math
-from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from agentrl.learner.megatron.families.base import model_weights
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.models.engine_float8 import EngineFloat8
 from agentrl.models.shipped_architectures import shipped_architectures
+from tests.unit.learner.joining_engine import SIBLINGS, JoiningEngine
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
 specs = st.lists(
@@ -65,25 +65,6 @@ def test_weights_follow_each_other_without_padding_and_are_aligned(specs: list[T
 
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
-SIBLINGS = {"q_a_proj": "kv_a_proj_with_mqa", "g_proj": "kv_a_proj_with_mqa", "wq_a": "wkv", "wgate": "wkv"}
-"""By module, one that SGLang joins with it within a call of ``load_weights`` (0.5.17 and 0.5.23)."""
-
-
-class JoiningEngine:
-    """Loads weights as SGLang's loaders with a fused parameter do: a half without the other of the model is dropped."""
-
-    def __init__(self, model: Collection[str]) -> None:
-        self.model = frozenset(model)
-        self.names: set[str] = set()
-
-    def load_weights(self, names: Collection[str]) -> None:
-        names = frozenset(names)
-        for name in names:
-            module, _, last = name.rpartition(".")
-            parent, _, module = module.rpartition(".")
-            siblings = {b if module == a else a for a, b in SIBLINGS.items() if module in (a, b)}
-            if {f"{parent}.{sibling}.{last}" for sibling in siblings}.intersection(self.model).issubset(names):
-                self.names.add(name)
 
 
 @pytest.mark.parametrize("model", shipped_architectures())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors.torch import load_file, save_file
 
 from agentrl.core.errors import ConfigError, LearnerError, ModelError
+from agentrl.distributed.flat_bucket import total_bytes
+from agentrl.learner.base import WeightSource
+from agentrl.learner.export import NamedTensors, WeightExporter
+from agentrl.learner.megatron import senders as megatron_senders
 from agentrl.learner.megatron.convert import convert
 from agentrl.learner.megatron.cpu import computing_on as computing_on
 from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles, is_distributed_checkpoint
@@ -22,8 +27,10 @@ from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, local_tokens, packed_tokens
 from agentrl.learner.megatron.policies import Training
+from agentrl.learner.megatron.senders import PartSource, rank_parts
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
-from tests.unit.learner.megatron.models import EP, LAYOUTS, MODELS, SP, TP, rows, weighted
+from agentrl.learner.streams import CommandGroups, RankStream
+from tests.unit.learner.megatron.models import EP, LAYOUTS, MODELS, PP, SP, TP, rows, weighted
 from tests.unit.learner.megatron.rank_work import learner_config
 
 CPU = torch.device("cpu")
@@ -293,10 +300,94 @@ def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.T
     weights.gather(into, GatherGroups.model_parallel())
     assert {name for name, _ in into} == files.keys()
     wrong = [name for name, out in into if not torch.equal(out, files[name])]
+    wrong += _wrong_parts(weights, files)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, wrong)
     logits = None if "pipeline_model_parallel_size" in options else _logits(built)
     return [name for names in everywhere for name in names], logits
+
+
+def _wrong_parts(weights: ModelWeights, files: dict[str, torch.Tensor]) -> list[str]:
+    """Gather what each sender sends; return the weights that differ from the files, or do not come from one sender."""
+    wrong, sent = [], []
+    for part in rank_parts(weights):
+        into = [(name, torch.full(files[name].shape, 7.0)) for name in sorted(part.names)]
+        weights.gather(into, part.groups)
+        if part.ranks[0] == dist.get_rank():
+            sent += [name for name, _ in into]
+            wrong += [name for name, out in into if not torch.equal(out, files[name])]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, sent)
+    names = [name for names in by_rank for name in names]
+    return wrong + [name for name in files if names.count(name) != 1]
+
+
+class _Weights(WeightSource):
+    """What a learner rank is to the parts of its weights."""
+
+    gathers_on = CPU
+
+    def __init__(self, weights: ModelWeights) -> None:
+        self.specs, self.gather = weights.specs, lambda into: None  # type: ignore[method-assign]
+
+
+def few_senders(folder: Path) -> list[str]:
+    """Four expert-parallel ranks of which two send; return what is wrong."""
+    options = EP | {"expert_model_parallel_size": 4}
+    Layout.from_options(options).start(0)
+    weights = ModelWeights(build_model(folder / "qwen3_moe", options, device=CPU, dtype=torch.float32))
+    load_weights(weights, folder / "qwen3_moe")
+    most, megatron_senders.MOST_SENDERS = megatron_senders.MOST_SENDERS, 3
+    try:
+        streams = [part.ranks for part in rank_parts(weights)]
+        wrong = _wrong_parts(weights, load_file(folder / "qwen3_moe" / "model.safetensors"))
+    finally:
+        megatron_senders.MOST_SENDERS = most
+        parallel_state.destroy_model_parallel()
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, (streams, wrong))
+    assert [each for each, _ in by_rank] == [[(0, 1), (0,)], [(0, 1)], [(2, 3)], [(2, 3)]], by_rank
+    return [name for _, names in by_rank for name in names]
+
+
+def senders(folder: Path) -> dict[str, Any]:
+    """Four ranks, two of each stage, each with half of the stage's experts: by size of buckets, what each sender sends.
+
+    All of it, and then the changes after one half of each pair of latent attention has changed.
+    """
+    options = TP | SP | PP | EP | {"expert_tensor_parallel_size": 1}
+    Layout.from_options(options).start(0)
+    built = build_model(folder / "deepseek_v3", options, device=CPU, dtype=torch.float32)
+    weights, groups = ModelWeights(built), CommandGroups()
+    load_weights(weights, folder / "deepseek_v3")
+    parts = rank_parts(weights)
+    sizes = {total_bytes(spec) for spec in weights.specs()} | {1 << 30}
+    results: dict[str, Any] = {"streams": [part.ranks for part in parts], "wrong": [], "sent": {}}
+    for size in sorted(sizes):
+        exporter = WeightExporter(NamedTensors({}))
+        for base, version in ((None, "a"), ("a", "b")):
+            load_weights(weights, folder / "deepseek_v3")
+            files = load_file(folder / "deepseek_v3" / "model.safetensors")
+            if base:
+                for rank_weight in weights.rank_weights:
+                    if any("kv_a_proj_with_mqa" in piece.tensor.name for piece in rank_weight.slices):
+                        rank_weight.tensor.data += 1
+                files |= {name: file + 1 for name, file in files.items() if "kv_a_proj_with_mqa" in name}
+            sent: list[Any] = []
+            for part in parts:
+                source = PartSource(part, _Weights(weights), weights, nullcontext, torch.Tensor.detach)
+                stream = RankStream(exporter.gather_buckets(source, size, None), groups.get(part.ranks))
+                if part.ranks[0] != dist.get_rank():
+                    stream.follow()
+                    continue
+                while (bucket := stream.next()) is not None:
+                    results["wrong"] += [name for name, out in bucket.tensors() if not torch.equal(out, files[name])]
+                    sent.append([header.name for header in bucket.changes(base, version).parts])
+            results["sent"][size, version] = sent
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, results)
+    parallel_state.destroy_model_parallel()
+    return {"names": [spec.name for spec in weights.specs()], "ranks": everywhere, "few": few_senders(folder)}
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from agentrl.learner.megatron.families.base import EMBEDDING
 from agentrl.models.load import load_model
+from tests.unit.learner.joining_engine import JoiningEngine
 from tests.unit.learner.megatron.forked import Found, run_ranks
 from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows, weighted
 from tests.unit.models.float8_folders import FORMS, quantize
@@ -42,6 +43,7 @@ def found(folder: Path, preloaded_children: str) -> Found:
         router_shares=2,
         compiled=2,
         resumed=2,
+        senders=4,
         converted=0,
     )
 
@@ -65,6 +67,29 @@ def test_two_ranks_hold_the_same_model(folder: Path, found: Found, name: str) ->
     assert wrong == []
     if logits is not None:
         assert torch.allclose(logits, expected_logits(folder / LAYOUTS[name][0]), atol=1e-5, rtol=0)
+
+
+def test_several_senders_split_no_pair_whatever_the_size_of_buckets(found: Found) -> None:
+    """Each of two stages has a sender of its layers and two of experts, the first of which is the same rank."""
+    result = found["senders"]
+    streams = {ranks for rank in result["ranks"] for ranks in rank["streams"]}
+    assert streams == {(0, 1), (2, 3), (0,), (1,), (2,), (3,)}
+    assert [name for rank in result["ranks"] for name in rank["wrong"]] == []
+    assert result["few"] == []
+    for key in result["ranks"][0]["sent"]:
+        buckets = [bucket for rank in result["ranks"] for bucket in rank["sent"][key]]
+        engine = JoiningEngine(result["names"])
+        for bucket in buckets:
+            engine.load_weights(bucket)
+        names = [name for bucket in buckets for name in bucket]
+        assert len(names) == len({*names})
+        if key[1] == "a":
+            assert engine.names == {*result["names"]}, key
+            assert all(rank["sent"][key] for rank in result["ranks"]), "each rank sends"
+        else:
+            changed = {name for name in result["names"] if "kv_a_proj_with_mqa" in name}
+            assert changed
+            assert engine.names == changed | {name.replace("kv_a_proj_with_mqa", "q_a_proj") for name in changed}, key
 
 
 def test_ranks_together_have_the_gradient_of_transformers(folder: Path, found: Found) -> None:
