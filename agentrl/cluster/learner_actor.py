@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from agentrl.learner.base import LearnerRank, RankOptions, WeightSource
     from agentrl.learner.export import RankBucket, WeightExporter
-    from agentrl.learner.streams import CommandGroups, RankStream
+    from agentrl.learner.streams import CommandGroup, RankStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class LearnerActor:
     """Loaded by `set_up`."""
     exporter: WeightExporter
     """Exports the learner's weights."""
-    _command_groups: CommandGroups
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank = rank
@@ -60,6 +59,8 @@ class LearnerActor:
         self._store: Any = None
         self._streams: dict[tuple[int, ...], RankStream] = {}
         """Those of the weight sync in progress, by their ranks."""
+        self._command_groups: dict[tuple[int, ...], CommandGroup] = {}
+        """By their ranks; kept for all syncs."""
 
     def bucket(self, ranks: tuple[int, ...]) -> RankBucket:
         """Return the current bucket of a stream."""
@@ -92,7 +93,6 @@ class LearnerActor:
         from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.export import WeightExporter
         from agentrl.learner.registry import make_backend
-        from agentrl.learner.streams import CommandGroups
 
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -109,7 +109,6 @@ class LearnerActor:
             )
             self.learner = make_backend(options.config).rank_class()(replace(options, device=device))
         self.exporter = WeightExporter(self.learner, self.learner.adapters)
-        self._command_groups = CommandGroups()
         streams = (
             tuple(tuple(source.ranks) for source in self.learner.streams())
             if isinstance(self.learner, StreamedWeights)
@@ -131,18 +130,18 @@ class LearnerActor:
             by_sender: take part in the streams of `StreamedWeights`; else all ranks are one stream, of all weights.
         """
         from agentrl.learner.base import StreamedWeights
-        from agentrl.learner.streams import RankStream, stream_order
+        from agentrl.learner.streams import CommandGroup, RankStream, stream_order
 
         sources: dict[tuple[int, ...], WeightSource] = {tuple(range(self._ranks)): self.learner}
         if by_sender:
             assert isinstance(self.learner, StreamedWeights)
             sources = {tuple(source.ranks): source for source in self.learner.streams()}
-        self._streams = {
-            ranks: RankStream(
-                self.exporter.gather_buckets(sources[ranks], bucket_bytes, dtype), self._command_groups.get(ranks)
-            )
-            for ranks in sorted(sources, key=stream_order)
-        }
+        self._streams = {}
+        for ranks in sorted(sources, key=stream_order):
+            if len(ranks) > 1 and ranks not in self._command_groups:
+                self._command_groups[ranks] = CommandGroup(ranks)
+            buckets = self.exporter.gather_buckets(sources[ranks], bucket_bytes, dtype)
+            self._streams[ranks] = RankStream(buckets, self._command_groups.get(ranks))
 
     def follow(self, ranks: tuple[int, ...]) -> None:
         """Do in a stream what its first rank commands, until it ends."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,30 +49,39 @@ def stream_order(ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return -len(ranks), tuple(ranks)
 
 
-class CommandGroups:
-    """Process groups of the ranks of streams on one rank, over which leaders send commands. They are kept for all syncs."""
+class CommandGroup:
+    """The ranks of a stream, of which the first sends the others commands: over gloo, also while the device computes."""
 
-    def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    def __init__(self, ranks: Sequence[int]) -> None:
+        """Join ``ranks``. Collective among them."""
+        self._group = dist.new_group(list(ranks), _IDLE, "gloo", use_local_synchronization=True)
 
-    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Return the group of some ranks; None for a single rank. Collective among them at the first call."""
-        if ranks not in self._groups:
-            self._groups[ranks] = (
-                dist.new_group(list(ranks), _IDLE, "gloo", use_local_synchronization=True) if len(ranks) > 1 else None
-            )
-        return self._groups[ranks]
+    def send(self, command: int) -> None:
+        """On the first rank: send a command to all others."""
+        dist.broadcast(torch.tensor([command], dtype=torch.int64), group=self._group, group_src=0)
+
+    def receive(self) -> int:
+        """On the others: wait for the next command."""
+        command = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(command, group=self._group, group_src=0)
+        return int(command)
+
+    def gather(self, value: object) -> list[Any]:
+        """Return the ranks' values on the first rank, an empty list on the others. Collective."""
+        values: list[Any] | None = [None] * self._group.size() if dist.get_rank(self._group) == 0 else None
+        dist.gather_object(value, values, group=self._group, group_dst=0)
+        return values or []
 
 
 class RankStream:
     """A stream on one of its ranks."""
 
-    def __init__(self, buckets: Iterator[RankBucket], group: dist.ProcessGroup | None) -> None:
+    def __init__(self, buckets: Iterator[RankBucket], group: CommandGroup | None) -> None:
         """Take part in a stream.
 
         Args:
             buckets: gathers them, each in place of the one before.
-            group: of `CommandGroups`.
+            group: of the stream's ranks; None if there is only one.
         """
         self._buckets = buckets
         self._group = group
@@ -107,17 +117,14 @@ class RankStream:
 
     def stop(self) -> None:
         """On the leader: end the stream on all ranks, if it has not ended."""
-        if self._group is not None:
-            self._send(_Command.STOP)
+        self._send(_Command.STOP)
         self._release()
 
     def follow(self) -> None:
         """On the other ranks: do what the leader commands, until the stream ends."""
         assert self._group is not None
-        command = torch.zeros(1, dtype=torch.int64)
         while True:
-            dist.broadcast(command, group=self._group, group_src=0)
-            match _Command(int(command)):
+            match _Command(self._group.receive()):
                 case _Command.NEXT:
                     self._gather_next()
                 case _Command.IPC_HANDLES:
@@ -136,16 +143,11 @@ class RankStream:
             handles: list[str] | LearnerError = self.bucket.ipc_handles()
         except LearnerError as error:
             handles = error
-        if self._group is None:
-            return [handles]
-        is_leader = dist.get_rank(self._group) == 0
-        results: list[list[str] | LearnerError] = [[]] * self._group.size()
-        dist.gather_object(handles, results if is_leader else None, group=self._group, group_dst=0)
-        return results
+        return [handles] if self._group is None else self._group.gather(handles)
 
     def _send(self, command: _Command) -> None:
         if self._group is not None:
-            dist.broadcast(torch.tensor([command], dtype=torch.int64), group=self._group, group_src=0)
+            self._group.send(command)
 
     def _release(self) -> None:
         """Let the bucket's memory be freed, and with it what gathers buckets."""

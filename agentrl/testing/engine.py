@@ -38,6 +38,8 @@ class FakeWeightUpdates:
         """The policy version that samples."""
         self.group: BroadcastGroup | None = None
         """The last group that it has joined."""
+        self.joined: dict[str, BroadcastGroup] = {}
+        """Its groups by name: one of each sender."""
         self.received_name: str | None = None
         """Name of the weights that the last changes have produced."""
 
@@ -121,9 +123,8 @@ class FakeWeightUpdates:
 
         if self.refuse in [spec.name for spec in specs]:
             raise EngineError(f"HTTP 400: no parameter {self.refuse}")
-        assert self.group is not None, "the engine is in no group"
         flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
-        await asyncio.to_thread(self.group.broadcast, [flat])
+        await asyncio.to_thread(self.joined[group.name].broadcast, [flat])
         await self.from_tensors(views(specs, flat), version, last=last)
 
     async def from_adapters(self, adapters: Mapping[str, LoraAdapter], version: int) -> None:
@@ -187,12 +188,13 @@ class FakeEngine(FakeWeightUpdates):
         from agentrl.distributed.broadcast_group import BroadcastGroup
 
         self.group = await asyncio.to_thread(BroadcastGroup.join, group, first_rank, timeout_s=_JOIN_S)
+        self.joined[group.name] = self.group
 
     async def leave(self, group: WeightGroup) -> None:
         """Leave the group."""
         self.events.append("leave")
-        if self.group is not None:
-            await asyncio.to_thread(self.group.close)
+        if (joined := self.joined.pop(group.name, None)) is not None:
+            await asyncio.to_thread(joined.close)
 
     async def release(self, cut: Literal["abort", "restart"] | None = None) -> None:
         """Log the call."""
