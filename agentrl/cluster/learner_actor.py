@@ -60,7 +60,7 @@ class LearnerActor:
         self._streams: dict[tuple[int, ...], RankStream] = {}
         """Those of the weight sync in progress, by their ranks."""
         self._command_groups: dict[tuple[int, ...], CommandGroup] = {}
-        """By their ranks; kept for all syncs."""
+        """By the ranks of a stream, if there are several."""
 
     def bucket(self, ranks: tuple[int, ...]) -> RankBucket:
         """Return the current bucket of a stream."""
@@ -93,6 +93,7 @@ class LearnerActor:
         from agentrl.learner.device import collectives, pick_device
         from agentrl.learner.export import WeightExporter
         from agentrl.learner.registry import make_backend
+        from agentrl.learner.streams import CommandGroup, make_groups
 
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -108,12 +109,14 @@ class LearnerActor:
                 timeout=timedelta(seconds=options.config.step_timeout_s),
             )
             self.learner = make_backend(options.config).rank_class()(replace(options, device=device))
+            streams = (
+                tuple(tuple(source.ranks) for source in self.learner.streams())
+                if isinstance(self.learner, StreamedWeights)
+                else None
+            )
+            groups = {tuple(range(self._ranks)), *(streams or ())}
+            self._command_groups = make_groups([ranks for ranks in groups if len(ranks) > 1], CommandGroup)
         self.exporter = WeightExporter(self.learner, self.learner.adapters)
-        streams = (
-            tuple(tuple(source.ranks) for source in self.learner.streams())
-            if isinstance(self.learner, StreamedWeights)
-            else None
-        )
         return RankLayout(self.learner.data_parallel_rank, streams)
 
     def sleep(self) -> None:
@@ -130,7 +133,7 @@ class LearnerActor:
             by_sender: take part in the streams of `StreamedWeights`; else all ranks are one stream, of all weights.
         """
         from agentrl.learner.base import StreamedWeights
-        from agentrl.learner.streams import CommandGroup, RankStream, stream_order
+        from agentrl.learner.streams import RankStream, stream_order
 
         sources: dict[tuple[int, ...], WeightSource] = {tuple(range(self._ranks)): self.learner}
         if by_sender:
@@ -138,8 +141,6 @@ class LearnerActor:
             sources = {tuple(source.ranks): source for source in self.learner.streams()}
         self._streams = {}
         for ranks in sorted(sources, key=stream_order):
-            if len(ranks) > 1 and ranks not in self._command_groups:
-                self._command_groups[ranks] = CommandGroup(ranks)
             buckets = self.exporter.gather_buckets(sources[ranks], bucket_bytes, dtype)
             self._streams[ranks] = RankStream(buckets, self._command_groups.get(ranks))
 

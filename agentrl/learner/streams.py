@@ -5,16 +5,18 @@ The driver calls the leader for each bucket, and every other rank once a stream:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from agentrl.core.errors import LearnerError
 from agentrl.learner.export import RankBucket
+
+GroupT = TypeVar("GroupT")
 
 _IDLE = timedelta(days=1)
 """Time limit of the wait for a command: the driver has limits of its own, and ends the ranks of a failed one."""
@@ -49,12 +51,30 @@ def stream_order(ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return -len(ranks), tuple(ranks)
 
 
+def make_groups(
+    own: Sequence[tuple[int, ...]], make: Callable[[tuple[int, ...]], GroupT]
+) -> dict[tuple[int, ...], GroupT]:
+    """Return groups of this rank and others, by their ranks. Collective: torch wants all ranks to create all groups in one order.
+
+    Groups that only members create have names of torch that differ between ranks with different numbers of other groups.
+
+    Args:
+        own: the ranks of the groups of which this rank is one.
+        make: calls `torch.distributed.new_group`.
+    """
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, tuple(own))
+    order = sorted({ranks for groups in by_rank for ranks in groups}, key=stream_order)
+    groups = {ranks: make(ranks) for ranks in order}
+    return {ranks: groups[ranks] for ranks in own}
+
+
 class CommandGroup:
     """The ranks of a stream, of which the first sends the others commands: over gloo, also while the device computes."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        """Join ``ranks``. Collective among them."""
-        self._group = dist.new_group(list(ranks), _IDLE, "gloo", use_local_synchronization=True)
+        """Join ``ranks``, if this rank is one of them; see `make_groups`."""
+        self._group: Any = dist.new_group(list(ranks), _IDLE, "gloo")
 
     def send(self, command: int) -> None:
         """On the first rank: send a command to all others."""

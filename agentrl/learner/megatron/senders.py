@@ -19,7 +19,7 @@ from typing_extensions import override
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import StreamSource, WeightSource
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, Pair
-from agentrl.learner.streams import stream_order
+from agentrl.learner.streams import make_groups, stream_order
 from agentrl.models.engine_float8 import EngineFloat8
 
 MOST_SENDERS = 16
@@ -50,9 +50,10 @@ def rank_parts(weights: ModelWeights) -> list[RankPart]:
 
     if not parallel_state.get_data_parallel_rank(with_context_parallel=True):
         add(names - weights.expert_names, layers)
-    if weights.expert_names and not parallel_state.get_expert_data_parallel_rank():
+    if weights.expert_names:
         experts = _expert_group(is_stacked=weights.model.family.stacked is not None)
-        add(names & weights.expert_names, experts)
+        if not parallel_state.get_expert_data_parallel_rank():
+            add(names & weights.expert_names, experts)
     groups = GatherGroups(layers, experts)
     return [RankPart(ranks, parts[ranks], groups) for ranks in sorted(parts, key=stream_order)]
 
@@ -81,7 +82,8 @@ def _expert_group(*, is_stacked: bool) -> Any:
         return parallel_state.get_expert_tensor_parallel_group()
     ranks, size = dist.get_process_group_ranks(stage), stage.size() // senders
     first = dist.get_rank(stage) // size * size
-    return dist.new_group(ranks[first : first + size], use_local_synchronization=True)
+    [group] = make_groups([tuple(ranks[first : first + size])], lambda ranks: dist.new_group(list(ranks))).values()
+    return group
 
 
 def _union(names: frozenset[str], group: Any) -> frozenset[str]:

@@ -29,7 +29,7 @@ from agentrl.learner.megatron.model import MegatronModel, build_model, local_tok
 from agentrl.learner.megatron.policies import Training
 from agentrl.learner.megatron.senders import PartSource, rank_parts
 from agentrl.learner.megatron.weights import GatherGroups, ModelWeights, load_weights
-from agentrl.learner.streams import CommandGroup, RankStream
+from agentrl.learner.streams import CommandGroup, RankStream, make_groups
 from tests.unit.learner.megatron.models import EP, LAYOUTS, MODELS, PP, SP, TP, rows, weighted
 from tests.unit.learner.megatron.rank_work import learner_config
 
@@ -361,7 +361,7 @@ def senders(folder: Path) -> dict[str, Any]:
     weights = ModelWeights(built)
     load_weights(weights, folder / "deepseek_v3")
     parts = rank_parts(weights)
-    groups = {part.ranks: CommandGroup(part.ranks) if len(part.ranks) > 1 else None for part in parts}
+    groups = make_groups([part.ranks for part in parts if len(part.ranks) > 1], CommandGroup)
     sizes = {total_bytes(spec) for spec in weights.specs()} | {1 << 30}
     results: dict[str, Any] = {"streams": [part.ranks for part in parts], "wrong": [], "sent": {}}
     for size in sorted(sizes):
@@ -377,7 +377,7 @@ def senders(folder: Path) -> dict[str, Any]:
             sent: list[Any] = []
             for part in parts:
                 source = PartSource(part, _Weights(weights), weights, nullcontext, torch.Tensor.detach)
-                stream = RankStream(exporter.gather_buckets(source, size, None), groups[part.ranks])
+                stream = RankStream(exporter.gather_buckets(source, size, None), groups.get(part.ranks))
                 if part.ranks[0] != dist.get_rank():
                     stream.follow()
                     continue
