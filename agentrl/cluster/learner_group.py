@@ -170,7 +170,7 @@ class RayLearnerGroup(RankActors, LearnerGroup):
                     if (head := self._next_head(stream)) is None:
                         continue
                     stream.is_at_last = head.last
-                    last = number == len(waves) and all(other.is_at_last for other in self._streams)
+                    last = number == len(waves) and all(open_stream.is_at_last for open_stream in self._streams)
                     stream.number = self._bucket_number = self._bucket_number + 1
                     yield RayBucket(self, stream, head, last=last)
                     stream.request()
@@ -185,7 +185,7 @@ class RayLearnerGroup(RankActors, LearnerGroup):
                 self._results([*stream.followers.values()], phase, ranks=followers)
         finally:
             if head is None:  # also if its ranks have failed: none waits for a command
-                self._streams = tuple(other for other in self._streams if other is not stream)
+                self._streams = tuple(open_stream for open_stream in self._streams if open_stream is not stream)
         return head
 
     @override

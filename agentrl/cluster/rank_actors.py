@@ -275,7 +275,8 @@ class RankActors(RankGroup):
                 rest_s = max(0.0, limit - time.monotonic())
                 wait_s = rest_s if self._is_ready else min(rest_s, LOOK_S)
                 done, _ = ray.wait([*pending, *followers], timeout=wait_s)
-                pending, followers = ([ref for ref in refs_ if ref not in done] for refs_ in (pending, followers))
+                pending = [ref for ref in pending if ref not in done]
+                followers = [ref for ref in followers if ref not in done]
                 if not done and not self._is_ready:
                     check_ray()  # without its processes no actor starts
                 if not done and time.monotonic() < limit:

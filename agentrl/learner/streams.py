@@ -52,21 +52,21 @@ def stream_order(ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def make_groups(
-    own: Sequence[tuple[int, ...]], make: Callable[[tuple[int, ...]], GroupT]
+    rank_groups: Sequence[tuple[int, ...]], make: Callable[[tuple[int, ...]], GroupT]
 ) -> dict[tuple[int, ...], GroupT]:
     """Return groups of this rank and others, by their ranks. Collective: torch wants all ranks to create all groups in one order.
 
     Groups that only members create have names of torch that differ between ranks with different numbers of other groups.
 
     Args:
-        own: the ranks of the groups of which this rank is one.
+        rank_groups: the ranks of the groups of which this rank is one.
         make: calls `torch.distributed.new_group`.
     """
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, tuple(own))
+    dist.all_gather_object(by_rank, tuple(rank_groups))
     order = sorted({ranks for groups in by_rank for ranks in groups}, key=stream_order)
     groups = {ranks: make(ranks) for ranks in order}
-    return {ranks: groups[ranks] for ranks in own}
+    return {ranks: groups[ranks] for ranks in rank_groups}
 
 
 class CommandGroup:
