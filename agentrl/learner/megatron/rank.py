@@ -218,7 +218,7 @@ class MegatronRank(BackendRank):
         with self.computing():
             self._settle_weights()
             parts = self._parts
-        return [PartSource(part, self, self.trained.weights, self.computing, self.readable) for part in parts]
+        return [PartSource(rank_part, self, self.trained.weights, self.computing, self.readable) for rank_part in parts]
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the rank's state in readable memory, while it sleeps on the CPU."""

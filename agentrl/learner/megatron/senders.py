@@ -98,16 +98,16 @@ class PartSource(StreamSource):
 
     def __init__(
         self,
-        part: RankPart,
+        rank_part: RankPart,
         rank: WeightSource,
         weights: ModelWeights,
         computing: Callable[[], AbstractContextManager[None]],
         readable: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Gather ``part`` of the ``weights`` of ``rank``, as it computes; ``readable`` as of `ModelWeights.gather`."""
-        self.ranks: Sequence[int] = part.ranks
+        """Gather ``rank_part`` of the ``weights`` of ``rank``, as it computes; ``readable`` as of `ModelWeights.gather`."""
+        self.ranks: Sequence[int] = rank_part.ranks
         self.float32_weights = rank.float32_weights
-        self._part = part
+        self._part = rank_part
         self._rank = rank
         self._weights = weights
         self._computing = computing
