@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -107,22 +106,27 @@ def start_critic(
 class _OpenStream:
     """A stream of weights whose ranks gather buckets; see `agentrl.learner.streams`."""
 
-    def __init__(self, actors: Sequence[Any], ranks: tuple[int, ...]) -> None:
-        """Have the first of the ``ranks`` gather a bucket, and the others do what it commands."""
+    def __init__(self, ranks: tuple[int, ...], call: Callable[[int, str], ray.ObjectRef[object]]) -> None:
+        """Have the first of the ``ranks`` gather a bucket, and the others do what it commands.
+
+        Args:
+            ranks: of the stream.
+            call: calls a method of a rank's `LearnerActor` with them.
+        """
         self.ranks = ranks
-        self.followers = {rank: actors[rank].follow.remote(ranks) for rank in ranks[1:]}
+        self.followers = {rank: call(rank, "follow") for rank in ranks[1:]}
         """The calls of the other ranks, which end with the stream."""
         self.number = 0
         """Number of the current bucket; 0: there is none."""
         self.is_at_last = False
         """Whether the current bucket is the last."""
-        self._leader = actors[ranks[0]]
+        self._call = call
         self.request()
 
     def request(self) -> None:
         """Have the next bucket gathered in place of the current one."""
         self.number = 0
-        self.head = self._leader.next_bucket.remote(self.ranks)
+        self.head = self._call(self.ranks[0], "next_bucket")
 
 
 class RayLearnerGroup(RankActors, LearnerGroup):
@@ -164,7 +168,7 @@ class RayLearnerGroup(RankActors, LearnerGroup):
         """Iterate over the buckets of streams, whose senders take turns within a wave."""
         self._call(lambda actor: actor.open_streams(bucket_bytes, dtype, by_sender=by_sender), "open_streams")
         for number, wave in enumerate(waves, 1):
-            self._streams = tuple(_OpenStream(self._actors, ranks) for ranks in wave)
+            self._streams = tuple(self._open_stream(ranks) for ranks in wave)
             while self._streams:
                 for stream in self._streams:
                     if (head := self._next_head(stream)) is None:
@@ -174,6 +178,13 @@ class RayLearnerGroup(RankActors, LearnerGroup):
                     stream.number = self._bucket_number = self._bucket_number + 1
                     yield RayBucket(self, stream, head, last=last)
                     stream.request()
+
+    def _open_stream(self, ranks: tuple[int, ...]) -> _OpenStream:
+        def call(rank: int, method: str) -> ray.ObjectRef[object]:
+            ref: ray.ObjectRef[object] = getattr(self._actors[rank], method).remote(ranks)
+            return ref
+
+        return _OpenStream(ranks, call)
 
     def _next_head(self, stream: _OpenStream) -> BucketHead | None:
         """Wait for the next bucket of a stream; return None when it has ended."""

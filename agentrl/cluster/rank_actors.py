@@ -228,7 +228,7 @@ class RankActors(RankGroup):
         phase: str,
         at_least_s: float = 0.0,
         ranks: Sequence[int] | None = None,
-        watched: Mapping[int, Any] = MappingProxyType({}),
+        watched: Mapping[int, ray.ObjectRef[object]] = MappingProxyType({}),
     ) -> list[Any]:
         """Wait for calls within ``learner.step_timeout_s``, or ``at_least_s``; return the results in their order.
 
@@ -259,7 +259,7 @@ class RankActors(RankGroup):
         limit: float,
         key: str,
         ranks: Sequence[int] | None = None,
-        watched: Mapping[int, Any] = MappingProxyType({}),
+        watched: Mapping[int, ray.ObjectRef[object]] = MappingProxyType({}),
     ) -> list[Any]:
         """Return all results, or raise the first failure; then ranks that still wait for the failed one are ended."""
         self._check_over()

@@ -17,6 +17,8 @@ from agentrl.core.errors import LearnerError
 from agentrl.learner.export import RankBucket
 
 GroupT = TypeVar("GroupT")
+HandlesOrError = list[str] | LearnerError
+"""Of the bucket on a rank; see `WeightBucket.ipc_handles`."""
 
 _IDLE = timedelta(days=1)
 """Time limit of the wait for a command: the driver has limits of its own, and ends the ranks of a failed one."""
@@ -86,11 +88,11 @@ class CommandGroup:
         dist.broadcast(command, group=self._group, group_src=0)
         return int(command)
 
-    def gather(self, value: object) -> list[Any]:
-        """Return the ranks' values on the first rank, an empty list on the others. Collective."""
-        values: list[Any] | None = [None] * self._group.size() if dist.get_rank(self._group) == 0 else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
-        return values or []
+    def gather(self, handles: HandlesOrError) -> list[HandlesOrError]:
+        """Return what the ranks have on the first rank, an empty list on the others. Collective."""
+        results: list[HandlesOrError] | None = [[]] * self._group.size() if dist.get_rank(self._group) == 0 else None
+        dist.gather_object(handles, results, group=self._group, group_dst=0)
+        return results or []
 
 
 class RankStream:
@@ -157,10 +159,10 @@ class RankStream:
         self._bucket = next(self._buckets, None)
         return self._bucket
 
-    def _gather_handles(self) -> list[list[str] | LearnerError]:
+    def _gather_handles(self) -> list[HandlesOrError]:
         """Gather on the leader what each rank has."""
         try:
-            handles: list[str] | LearnerError = self.bucket.ipc_handles()
+            handles: HandlesOrError = self.bucket.ipc_handles()
         except LearnerError as error:
             handles = error
         return [handles] if self._group is None else self._group.gather(handles)

@@ -43,7 +43,7 @@ def rank_parts(weights: ModelWeights) -> list[RankPart]:
     names, parts = weights.names_on_rank(), dict[tuple[int, ...], frozenset[str]]()
     layers = experts = parallel_state.get_tensor_model_parallel_group()
 
-    def add(part_names: frozenset[str], group: Any) -> None:
+    def add(part_names: frozenset[str], group: dist.ProcessGroup) -> None:
         if union := _union(part_names, group):
             ranks = tuple(dist.get_process_group_ranks(group))
             parts[ranks] = parts.get(ranks, frozenset()) | union
@@ -67,9 +67,9 @@ def senders_per_stage(stages: int, expert_ranks: int) -> int:
     )
 
 
-def _expert_group(*, is_stacked: bool) -> Any:
+def _expert_group(*, is_stacked: bool) -> dist.ProcessGroup:
     """Return the group in which this rank's experts are gathered: so many expert-parallel ranks that senders are few."""
-    stage = parallel_state.get_expert_tensor_and_model_parallel_group()
+    stage: dist.ProcessGroup = parallel_state.get_expert_tensor_and_model_parallel_group()
     stages, expert_ranks = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
@@ -79,14 +79,15 @@ def _expert_group(*, is_stacked: bool) -> Any:
     if senders == 1:
         return stage
     if senders == expert_ranks:
-        return parallel_state.get_expert_tensor_parallel_group()
+        group: dist.ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
+        return group
     ranks, size = dist.get_process_group_ranks(stage), stage.size() // senders
     first = dist.get_rank(stage) // size * size
     [group] = make_groups([tuple(ranks[first : first + size])], lambda ranks: dist.new_group(list(ranks))).values()
     return group
 
 
-def _union(names: frozenset[str], group: Any) -> frozenset[str]:
+def _union(names: frozenset[str], group: dist.ProcessGroup) -> frozenset[str]:
     """Return the names on all ranks of a group: of a weight that all hold alike, only one has it."""
     by_rank: list[Any] = [None] * group.size()
     dist.all_gather_object(by_rank, names, group=group)
