@@ -68,6 +68,16 @@ def hub_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTe
     return tensors
 
 
+def sent_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the buffers that engines have as parameters, such as the biases of routers, by their names in the model.
+
+    They are those of floating-point numbers that the model's folder has: engines load them with the weights.
+    """
+    persistent = model.state_dict().keys()
+    buffers = model.named_buffers()
+    return {name: buffer for name, buffer in buffers if name in persistent and buffer.is_floating_point()}
+
+
 def _parts(
     model: Any, weight: str, shape: tuple[int, ...], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[HubTensor]:

@@ -27,8 +27,6 @@ experts, float8 weights, and a float8 KV cache, whatever the weights."""
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _SELF_QUANTIZED_FAMILIES = ("qwen2", "qwen3")
 """``model_type`` of models that SGLang 0.5.23 takes with ``load_format=flash_rl``."""
-_WITH_BUFFERS = ("deepseek_v3", "kimi_k2", "glm4_moe")
-"""``model_type`` of models whose routers have a bias that is no parameter."""
 _MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = (*_MERGED, "q_b_proj", "kv_b_proj")
 _BY_ROWS = ("o_proj", "down_proj")
@@ -101,7 +99,7 @@ def check_precision(config: Config, folder: Path, files: WeightFiles | None = No
     _check_options(config, folder)
     overrides = engine_overrides(dtype, folder)
     if overrides is not None:
-        check_random_start(config, folder)
+        check_random_start(config)
     if not has_float8_engines(dtype, folder):
         return
     form = read_engine_float8(folder)
@@ -139,19 +137,13 @@ def _check_options(config: Config, folder: Path) -> None:
     )
 
 
-def check_random_start(config: Config, folder: Path) -> None:
+def check_random_start(config: Config) -> None:
     """Check that nothing needs the weights of the engines' folder: engines start with others.
 
     Raises:
         ConfigError: something does.
     """
-    dtype, kind = config.weights.dtype, read_model_type(folder)
-    if config.learner.backend == "fsdp" and kind in _WITH_BUFFERS:
-        raise ConfigError(
-            f"weights.dtype={dtype} with learner.backend=fsdp and model_type={kind!r}: that learner does not send the biases of "
-            "routers (e_score_correction_bias), which engines that start with random weights have from nowhere else; set "
-            "learner.backend=megatron, or weights.dtype=auto"
-        )
+    dtype = config.weights.dtype
     if config.learner.lora is not None and config.weights.adapters == "only":
         raise ConfigError(
             f"weights.adapters=only with weights.dtype={dtype}: engines would keep the weights of model.path, which have "

@@ -412,7 +412,7 @@ def started_overrides(config: Config, folder: Path) -> dict[str, object] | None:
     starts = config.sampler.uses_sglang and not config.sampler.urls
     overrides = engine_overrides(config.weights.dtype, folder) if starts else None
     if overrides is not None:
-        check_random_start(config, folder)
+        check_random_start(config)
     return overrides
 
 

@@ -21,7 +21,7 @@ from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_we
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
 from agentrl.inference.embedded.replies import BadRequestError
-from agentrl.models.hub_tensors import hub_tensors
+from agentrl.models.hub_tensors import hub_tensors, sent_buffers
 from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
 from agentrl.models.routing import REPLAYED
@@ -68,6 +68,7 @@ class Model:
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))
         shapes = {name: tuple(tensor.shape) for name, tensor in self._model.state_dict().items()}
         self._tensors = {tensor.name: tensor for tensor in hub_tensors(self._model, shapes)}
+        self._buffers = sent_buffers(self._model)
         self._layers = _record_experts(self._model, self.cache)
         self._check(dtype)
         self._switch = WeightSwitch(self._model)
@@ -149,13 +150,17 @@ class Model:
             )
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the weights by Hugging Face name; of tied weights only the first."""
+        """Return weights and buffers by Hugging Face name; of tied weights only the first."""
         self._switch.use(None)
-        weights = dict(self._model.named_parameters())
+        weights = dict(self._weights())
         tensors = self._tensors.values()
         return (
             (tensor.name, tensor.slice_weight(weights[tensor.weight])) for tensor in tensors if tensor.weight in weights
         )
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.named_parameters()
+        yield from self._buffers.items()
 
     def merged(self, config: Mapping[str, Any], named: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the weights that a LoRA adapter changes; see `merged_weights`."""
@@ -166,19 +171,19 @@ class Model:
     def release_weights(self) -> None:
         """Free the memory of the weights; with `keeps_released_weights` they are kept on the CPU."""
         self._switch.use(None)
-        for name, parameter in self._model.named_parameters():
-            self._released[name] = parameter.shape
+        for name, weight in self._weights():
+            self._released[name] = weight.shape
             if self.keeps_released_weights:
-                self._backup[name] = parameter.data.cpu()
-            parameter.data = parameter.new_empty(0)
+                self._backup[name] = weight.data.cpu()
+            weight.data = weight.new_empty(0)
 
     def allocate_weights(self) -> None:
         """Allocate the memory of the weights again, filled with NaN, or with what was kept."""
-        for name, parameter in self._model.named_parameters():
+        for name, weight in self._weights():
             if self.keeps_released_weights:
-                parameter.data = self._backup.pop(name).to(parameter.device)
+                weight.data = self._backup.pop(name).to(weight.device)
             else:
-                parameter.data = parameter.new_full(self._released[name], torch.nan)
+                weight.data = weight.new_full(self._released[name], torch.nan)
         self._released = {}
 
     def check_present(self) -> None:

@@ -28,7 +28,7 @@ from agentrl.learner.fsdp.weights import (
     model_hub_tensors,
     peft_name,
 )
-from agentrl.models.hub_tensors import HubTensor
+from agentrl.models.hub_tensors import HubTensor, sent_buffers
 
 _CHUNK_BYTES = 256 << 20
 """Bytes of the weights of one collective, unless a single weight is larger; its buffers take as much again."""
@@ -153,7 +153,9 @@ class MergedWeights:
     def __init__(self, hf: nn.Module, config: LoraConfig | None) -> None:
         named = dict(hf.named_parameters())
         self.adapters = {name: parameter for name, parameter in named.items() if is_adapter(name)}
-        self.base = {hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)}
+        self.base: dict[str, torch.Tensor] = {
+            hf_name(name): parameter for name, parameter in named.items() if not is_adapter(name)
+        }
         policies = config.policies if config is not None else []
         self.policies = policies or [MAIN]
         self._pairs = {
@@ -163,6 +165,7 @@ class MergedWeights:
         }
         self.tensors = {tensor.name: tensor for tensor in model_hub_tensors(hf)}
         """The tensors of a Hugging Face folder, by name: those of `base`, and buffers."""
+        self._buffers = sent_buffers(hf)
         self._scale = config.alpha / config.rank if config is not None else 0.0
         self.exported = {
             policy: {peft_name(name, policy): name for name in self.adapters if is_policy_adapter(name, policy)}
@@ -177,10 +180,12 @@ class MergedWeights:
             activate(self._hf, policy)
 
     def specs(self) -> list[TensorSpec]:
-        """Return names, dtypes and shapes of the Hugging Face tensors of `base`."""
-        trained = [tensor for tensor in self.tensors.values() if tensor.weight in self.base]
+        """Return names, dtypes and shapes of the Hugging Face tensors of `base`, and of `sent_buffers`."""
+        weights = self.base | self._buffers
         return [
-            TensorSpec(tensor.name, tensor_spec("", self.base[tensor.weight]).dtype, tensor.shape) for tensor in trained
+            TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape)
+            for tensor in self.tensors.values()
+            if tensor.weight in weights
         ]
 
     def gather(
@@ -208,9 +213,11 @@ class MergedWeights:
         """Return a weight, sharded as the model's. Collective if it has an adapter: all ranks get ``A``.
 
         Args:
-            name: of `base`, or of `adapters`.
+            name: of `base`, of `adapters`, or of a buffer, which is always in memory.
             readable: returns a tensor of the model in readable memory.
         """
+        if name in self._buffers:
+            return self._buffers[name]
         weight = readable(self.adapters[name] if name in self.adapters else self.base[name])
         if name not in self._pairs:
             return weight

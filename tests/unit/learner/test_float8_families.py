@@ -57,7 +57,11 @@ def test_engines_get_the_float8_numbers_of_the_folder(tmp_path: Path, learners: 
         for bucket in learners.open().buckets(20_000, "float8_e4m3fn")
         for name, tensor in bucket.tensors()
     }
-    assert sent.keys() == {name for name in saved if not name.endswith(("input_scale", "correction_bias"))}
+    assert sent.keys() == {name for name in saved if not name.endswith("input_scale")}
+    biases = [name for name in sent if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(torch.equal(sent[name], saved[name]) for name in biases)
+    assert all(sent[name].dtype == torch.float32 for name in biases)
     form = EngineFloat8((16, 16), True, ())
     for name, tensor in sent.items():
         if name.endswith("_scale_inv"):

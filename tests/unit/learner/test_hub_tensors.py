@@ -36,8 +36,7 @@ def test_a_sync_and_a_checkpoint_have_the_tensors_of_the_folder(learners, tmp_pa
         learner.load(tmp_path / "saved")
     assert "loads the whole model" not in caplog.text
     saved = load_file(tmp_path / "saved" / FILE)
-    buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
-    assert actual.keys() == expected.keys() - buffers
+    assert actual.keys() == expected.keys(), "also the biases of routers, which are no parameters"
     assert torch.equal(saved.pop("model.layers.4.eh_proj.weight"), *drafts.values()), "not trained, and kept"
     assert saved.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in (actual | saved).items())
@@ -61,6 +60,26 @@ def test_the_embedded_engine_takes_experts_one_by_one(learners, tmp_path, family
     assert dict(model.parameters()).keys() == new.keys()
     model.load_folder(folder)
     assert checksums(model)[EXPERT.format("up")] == tensor_checksum(old[EXPERT.format("up")])
+
+
+def test_a_sync_restores_biases_of_routers_whose_memory_an_engine_released(learners, tmp_path):
+    """They are no parameters of transformers; whatever the dtype of the weights they are sent in float32."""
+    folder = make_model(tmp_path / "model", "glm4_moe")
+    saved = load_file(folder / FILE.name)
+    model = Model(folder, torch.float32, 2, 32)
+    model.release_weights()
+    model.allocate_weights()
+    biases = {name for name in saved if name.endswith("e_score_correction_bias")}
+    released = dict(model.parameters())
+    assert biases
+    assert all(bool(released[name].isnan().all()) for name in biases)
+    [bucket] = learners.open(folder=folder).buckets(1 << 40, "bfloat16")
+    sent = dict(bucket.tensors())
+    assert {str(sent[name].dtype) for name in biases} == {"torch.float32"}
+    model.load_weights([*sent.items()])
+    restored = dict(model.parameters())
+    assert all(torch.equal(restored[name], saved[name]) for name in biases)
+    assert not any(bool(tensor.isnan().any()) for tensor in restored.values())
 
 
 def checksums(model: Model) -> dict[str, str]:

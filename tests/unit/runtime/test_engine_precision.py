@@ -13,6 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.models.weight_files import WeightFiles
 from agentrl.runtime.engine_precision import check_precision, read_precision
 from tests.unit.learner.learners import make_model
+from tests.unit.learner.megatron.models import make_model as make_tiny
 from tests.unit.models.float8_folders import FORMS, quantize
 
 SIZES = {"hidden_size": 512, "intermediate_size": 256, "num_hidden_layers": 1}
@@ -45,6 +46,14 @@ def check(folder: Path, *keys: str) -> None:
 )
 def test_engines_that_take_new_weights_are_accepted(keys: list[str], plain: Path) -> None:
     check(plain, *keys)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_routers_with_biases_may_start_with_random_weights(backend: str, tmp_path: Path) -> None:
+    """Both learners send them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
+    folder = make_tiny(tmp_path, "glm4_moe", **sizes, num_hidden_layers=2)
+    check(folder, FLOAT8, f"learner.backend={backend}")
 
 
 @pytest.mark.parametrize(
