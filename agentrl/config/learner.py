@@ -89,6 +89,9 @@ class OptimizerConfig(Section):
         return self.warmup_steps
 
 
+EXPERT_PARALLEL = "learner.expert_parallel"
+"""Key of `LearnerConfig.expert_parallel`."""
+
 POLICY_NAME = re.compile(r"[A-Za-z]\w*")
 """Names of policies."""
 
@@ -129,6 +132,10 @@ class LearnerConfig(Section):
     """Copies of the sharded weights (HSDP): ``ranks / replicas`` adjacent ranks hold one together. Weights are gathered inside of
     a copy, such as the GPUs of one machine; between copies only gradients are added up. More memory, less communication between
     machines. Divides ``ranks``; not for ``backend=megatron``."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that each have different experts of every layer: so many adjacent ranks of a copy of the weights divide them, and
+    exchange the tokens of their micro-batches for them. Less is gathered of layers with experts, which are not compiled. Divides
+    the experts and ``ranks / replicas``; not for ``backend=megatron``, which has options under ``megatron``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; ``auto`` uses GPUs if there are any."""
     threads: int = Field(default=0, ge=0)

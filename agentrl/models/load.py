@@ -163,6 +163,15 @@ def read_counts(folder: Path, *names: str) -> int:
     return next((count for name in names if isinstance(count := config.get(name), int)), 0)
 
 
+def read_experts(folder: Path) -> int:
+    """Return how many experts, without shared ones, a layer of the model in ``folder`` has at most; 0 without experts.
+
+    Raises:
+        ModelError: the model in ``folder`` has no readable ``config.json``.
+    """
+    return read_counts(folder, "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+
+
 def read_model_type(folder: Path) -> str:
     """Return ``model_type`` of the model in ``folder``, such as ``qwen3``; empty if its ``config.json`` has none.
 

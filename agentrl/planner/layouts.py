@@ -105,11 +105,13 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
         request.keep("cpu_offload", ("none", "optimizer")),
         _pairs(request),
         request.keep("replicas", _replicas(request.ranks)),
+        request.keep("expert_parallel", (1,)),
     )
-    for context, offload, (recompute, reshard), replicas in combinations:
+    for context, offload, (recompute, reshard), replicas, experts in combinations:
         settings: Tree = {"ranks": request.ranks, "recompute": recompute, "reshard_after_forward": reshard}
         settings |= {"context_parallel": context} if context > 1 else {}
         settings |= {"replicas": replicas} if replicas > 1 else {}
+        settings |= {"expert_parallel": experts} if experts > 1 else {}
         settings |= {"cpu_offload": offload} if offload != "none" else {}
         config = request.config({"backend": "fsdp", **settings})
         try:

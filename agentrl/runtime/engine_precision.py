@@ -18,13 +18,12 @@ from agentrl.models.engine_float8 import (
     has_float8_engines,
     read_engine_float8,
 )
-from agentrl.models.load import read_counts, read_model_type
+from agentrl.models.load import read_counts, read_experts, read_model_type
 from agentrl.models.weight_files import WeightFiles
 
 PrecisionClass = Literal["dense", "experts", "float8_weights", "float8_cache"]
 """Engines whose log-probabilities differ from the learner's by about the same: bfloat16 of dense models and of mixtures of
 experts, float8 weights, and a float8 KV cache, whatever the weights."""
-_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _SELF_QUANTIZED_FAMILIES = ("qwen2", "qwen3")
 """``model_type`` of models that SGLang 0.5.23 takes with ``load_format=flash_rl``."""
 _MERGED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -67,7 +66,7 @@ def read_precision(config: Config, folder: Path) -> EnginePrecision:
     Raises:
         ModelError: ``config.json`` cannot be read.
     """
-    sampler, experts = config.sampler, read_counts(folder, *_EXPERTS) > 0
+    sampler, experts = config.sampler, read_experts(folder) > 0
     if not sampler.uses_sglang:
         return EnginePrecision(sampler.embedded.dtype, "auto", experts)
     is_float8 = has_float8_engines(config.weights.dtype, folder) or sampler.sglang_option("quantization") == "fp8"

@@ -9,9 +9,10 @@ from typing_extensions import override
 
 from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
+from agentrl.config.learner import EXPERT_PARALLEL
 from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend, RankClass
-from agentrl.models.load import ROPE_BY_LENGTH, read_heads, read_rope_types
+from agentrl.models.load import ROPE_BY_LENGTH, read_experts, read_heads, read_rope_types
 
 KEY = "learner.context_parallel"
 _FP8_MULTIPLE = 16
@@ -21,7 +22,7 @@ _FP8_MULTIPLE = 16
 class FsdpBackend(LearnerBackend):
     """Every rank has a shard of every weight, in ``learner.replicas`` copies.
 
-    ``learner.context_parallel`` ranks compute a micro-batch together.
+    ``learner.context_parallel`` ranks compute a micro-batch together. ``learner.expert_parallel`` ranks divide the experts.
     """
 
     @property
@@ -31,13 +32,14 @@ class FsdpBackend(LearnerBackend):
 
     @override
     def check(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
-        """Check ``learner.replicas`` and ``learner.context_parallel``; all else is checked when a model is loaded."""
+        """Check how ranks are divided; all else is checked when a model is loaded."""
         for key, divisor in (("learner.replicas", self.config.replicas), (KEY, self.config.context_parallel)):
             if self.config.ranks % divisor:
                 raise ConfigError(
                     f"{key}={divisor} does not divide learner.ranks={self.config.ranks}: set learner.ranks to a multiple of "
                     f"{divisor}"
                 )
+        self._check_experts(models)
         size = self.config.context_parallel
         if size == 1:
             return
@@ -53,6 +55,27 @@ class FsdpBackend(LearnerBackend):
             )
         for folder in models:
             _check_attention(folder, size)
+
+    def _check_experts(self, models: Sequence[Path]) -> None:
+        size, copy_ranks = self.config.expert_parallel, self.config.ranks // self.config.replicas
+        if size == 1:
+            return
+        if copy_ranks % size:
+            raise ConfigError(
+                f"{EXPERT_PARALLEL}={size} does not divide the {copy_ranks} ranks of a copy of the weights (learner.ranks="
+                f"{self.config.ranks}, learner.replicas={self.config.replicas}): set {EXPERT_PARALLEL} to a divisor"
+            )
+        for folder in models:
+            experts = read_experts(folder)
+            if not experts:
+                raise ConfigError(
+                    f"{EXPERT_PARALLEL}={size}: the model in {folder} has no experts; set {EXPERT_PARALLEL}=1"
+                )
+            if experts % size:
+                raise ConfigError(
+                    f"{EXPERT_PARALLEL}={size} does not divide the {experts} experts of the model in {folder}: set "
+                    f"{EXPERT_PARALLEL} to a divisor"
+                )
 
     @override
     def rank_class(self) -> RankClass:

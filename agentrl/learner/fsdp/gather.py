@@ -18,7 +18,7 @@ from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.distributed.flat_bucket import ALIGNMENT
 from agentrl.learner.base import WeightSource
 from agentrl.learner.fsdp.lora import activate
-from agentrl.learner.fsdp.sharding import shard_mesh
+from agentrl.learner.fsdp.sharding import rank_rows, shard_mesh
 from agentrl.learner.fsdp.weights import (
     adapter_name,
     hf_name,
@@ -78,9 +78,9 @@ def _chunks(pairs: Sequence[_Shards]) -> Iterator[list[_Shards]]:
 def _all_gather(pairs: Sequence[_Shards]) -> None:
     """Gather shards through two buffers, in which each shard has the same offset on every rank."""
     mesh, device = shard_mesh(pairs[0][0]), pairs[0][1].device
-    # FSDP gives every rank the same number of rows, the last ones fewer or none.
-    rows_per_rank = [max(-(-len(out) // mesh.size()), 1) for _, out in pairs]
-    sizes = [count * out[:1].nbytes for count, (_, out) in zip(rows_per_rank, pairs, strict=True)]
+    rows = [rank_rows(weight) for weight, _ in pairs]
+    longest = [max(shard.stop - shard.start for shard in shards) for shards in rows]
+    sizes = [max(count, 1) * out[:1].nbytes for count, (_, out) in zip(longest, pairs, strict=True)]
     offsets = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     send_buffer = torch.empty(offsets[-1], dtype=torch.uint8, device=device)
 
@@ -97,9 +97,10 @@ def _all_gather(pairs: Sequence[_Shards]) -> None:
     gathered = DTensor.from_local(send_buffer, mesh, (Shard(0),), run_check=False).full_tensor()
     rank_buffers = gathered.chunk(mesh.size())
     copies = []
-    for (_, out), count, offset in zip(pairs, rows_per_rank, offsets, strict=False):
-        for flat, out_rows in zip(rank_buffers, torch.split(out, count), strict=False):
-            copies.append((view_at(flat, offset, out_rows, out.dtype), out_rows))
+    for (_, out), shard_rows, offset in zip(pairs, rows, offsets, strict=False):
+        for flat, row_slice in zip(rank_buffers, shard_rows, strict=True):
+            if len(out_rows := out[row_slice]):
+                copies.append((view_at(flat, offset, out_rows, out.dtype), out_rows))
     copy_all(copies)
 
 
@@ -120,9 +121,11 @@ def _broadcast(rows: Sequence[_Rows]) -> None:
     pairs_by_rank: dict[int, list[tuple[torch.Tensor | None, torch.Tensor]]] = defaultdict(list)
     for weight, out, tensor in rows:
         assert weight.placements[-1] == Shard(0), weight.placements
-        lines_per_rank = -(-len(weight) // mesh.size()) * weight[0].shape[:-1].numel()
-        for rank in range(tensor.first // lines_per_rank, (tensor.first + tensor.rows - 1) // lines_per_rank + 1):
-            local_lines, out_lines = tensor.overlap(rank * lines_per_rank, lines_per_rank)
+        lines = weight.shape[1:-1].numel()
+        for rank, row_slice in enumerate(rank_rows(weight)):
+            local_lines, out_lines = tensor.overlap(row_slice.start * lines, (row_slice.stop - row_slice.start) * lines)
+            if out_lines.start == out_lines.stop:
+                continue
             local_rows = weight.to_local().flatten(0, -2)[local_lines] if rank == mesh.get_local_rank() else None
             pairs_by_rank[rank].append((local_rows, out.flatten(0, -2)[out_lines]))
     for rank, pairs in pairs_by_rank.items():

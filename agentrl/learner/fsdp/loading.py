@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from agentrl.batch.microbatch import MicroBatch
@@ -24,10 +23,15 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.learner.context_parallel import Context, join_context
 from agentrl.learner.device import compiles, recompute_mode, resolve_device, uses_bfloat16
-from agentrl.learner.fsdp.experts import accept_replayed_experts, pass_experts_by_layer, use_grouped_products
+from agentrl.learner.fsdp.experts import (
+    accept_replayed_experts,
+    expert_modules,
+    pass_experts_by_layer,
+    use_grouped_products,
+)
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.sharding import reshard, shard
+from agentrl.learner.fsdp.sharding import RankMesh, reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.layers import decoder_layers, prepare_layers
 from agentrl.models.freezing import frozen_names
@@ -54,7 +58,7 @@ def load_policy(
     folder: Path,
     config: LearnerConfig,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    mesh: RankMesh | None,
     key: str = "model.path",
     context: Context | None = None,
 ) -> PolicyModel:
@@ -80,7 +84,7 @@ def load_policy(
 
 
 def load_critic(
-    folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str = "algo.critic.path"
+    folder: Path, config: LearnerConfig, device: torch.device, mesh: RankMesh | None, key: str = "algo.critic.path"
 ) -> ValueModel:
     """Load ``folder`` as a critic: as `load_policy`, with a value head, which is one of zeros if the folder has none.
 
@@ -97,7 +101,7 @@ def load_frozen(
     folder: Path,
     config: LearnerConfig,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    mesh: RankMesh | None,
     key: str,
     context: Context | None,
 ) -> PolicyModel:
@@ -113,7 +117,7 @@ def _load(
     folder: Path,
     config: LearnerConfig,
     device: torch.device,
-    mesh: DeviceMesh | None,
+    mesh: RankMesh | None,
     key: str,
     context: Context | None,
 ) -> None:
@@ -134,7 +138,7 @@ def _load(
 
 
 def _fill(
-    model: PackedModel, folder: Path, config: LearnerConfig, device: torch.device, mesh: DeviceMesh | None, key: str
+    model: PackedModel, folder: Path, config: LearnerConfig, device: torch.device, mesh: RankMesh | None, key: str
 ) -> None:
     """Set a model on `meta` up for training, shard it, and read its weights."""
     files = WeightFiles(folder, key)
@@ -157,7 +161,10 @@ def _fill(
 
         convert_linears(layers)
     accept_replayed_experts(model.hf)
-    prepare_layers(layers, compiled=model.compiled, recompute=recompute_mode(config))
+    for layer in layers:
+        # A compiler cannot take exchanges whose sizes the host waits for.
+        exchanges = config.expert_parallel > 1 and bool(expert_modules(layer))
+        prepare_layers([layer], compiled=model.compiled and not exchanges, recompute=recompute_mode(config))
     pass_experts_by_layer(model.hf)
     if resolve_device(config) == "cuda" and model.autocast:
         model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)

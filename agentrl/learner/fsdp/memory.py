@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
+from agentrl.learner.fsdp.experts import expert_modules
 from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 from agentrl.learner.layers import decoder_layers
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
@@ -44,6 +45,10 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     layers = decoder_layers(hf)
     units = [_count(layer) for layer in layers]
     outer = _count(hf) - sum(units)
+    exchanges = [config.expert_parallel > 1 and bool(expert_modules(layer)) for layer in layers]
+    units = [_whole_count(layer, config.expert_parallel) for layer in layers]
+    # Layers with divided experts are not compiled.
+    layer_options = [replace(options, compiled=options.compiled and not has_exchange) for has_exchange in exchanges]
     shards, adapters = (
         _shards(hf, options.shards, trained=False),
         sum(_adapters(layer, config, options) for layer in layers),
@@ -69,8 +74,13 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     sums = trained // 2 if rounded else trained
     gradients = sums if options.accumulates or rounded else 0
     hidden = hf.config.get_text_config().hidden_size
-    widths = [_widths(layer, hf.config, config, options.compiled) for layer in layers]
-    layer_activations = [tokens * _saved_bytes(width, options) for width in widths]
+    widths = [
+        _widths(layer, hf.config, config, compiled=layer_option.compiled, exchanges=has_exchange)
+        for layer, layer_option, has_exchange in zip(layers, layer_options, exchanges, strict=True)
+    ]
+    layer_activations = [
+        tokens * _saved_bytes(width, layer_option) for width, layer_option in zip(widths, layer_options, strict=True)
+    ]
     # The final norm keeps its input and what it scales; its result is float32 where its input is.
     last = tokens * hidden * (2 * options.hidden_size + FLOAT32)
     gathered = _gathered_bytes(units, outer, config, options)
@@ -84,13 +94,13 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     )
     below = sum(layer_activations)
     grown = embedding_gradient if tied else _shards(head, options.shards, trained=True)
-    of_layers = list(zip(layers, units, copied, layer_activations, widths, strict=True))
-    for layer, unit, layer_copies, layer_bytes, width in reversed(of_layers):
+    of_layers = list(zip(layers, units, copied, layer_activations, widths, layer_options, strict=True))
+    for layer, unit, layer_copies, layer_bytes, width, layer_option in reversed(of_layers):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         if rounded:
             current_gradients += FLOAT32 * (_trained_count(layer) - layer_copies) + size * layer_copies
         casts = size * (unit - layer_copies) if options.bfloat16 and not several and options.compiled else 0
-        again = tokens * _backward_bytes(width, options)
+        again = tokens * _backward_bytes(width, layer_option)
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
         if not rounded:
@@ -154,6 +164,12 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def _whole_count(layer: nn.Module, expert_parallel: int) -> int:
+    """Return the numbers of a layer that a rank gathers: of experts those that it computes."""
+    experts = sum(_count(module) for module in expert_modules(layer))
+    return _count(layer) - experts + experts // expert_parallel
+
+
 def _trained_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
@@ -187,7 +203,7 @@ class _Widths:
     """The largest result."""
 
 
-def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool) -> _Widths:
+def _widths(layer: nn.Module, model: Any, config: LearnerConfig, *, compiled: bool, exchanges: bool) -> _Widths:
     text = model.get_text_config()
     hidden = int(text.hidden_size)
     heads = int(text.num_attention_heads)
@@ -202,6 +218,8 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, compiled: bool)
         inputs = 2 * hidden + attention + sum(width for width, _ in products if width not in (hidden, attention))
     else:
         inputs = sum(width for width, _ in products)
+    if exchanges:  # what is received, and what comes back
+        inputs += 2 * active * hidden
     results = [width for _, width in products]
     if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
         results += [width for _, out in products for width in (config.lora.rank, out)]

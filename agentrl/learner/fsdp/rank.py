@@ -25,7 +25,7 @@ from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
 from agentrl.learner.fsdp.optimizer import OptimizerStates, RoundedGradients, make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
-from agentrl.learner.fsdp.sharding import make_mesh, reshard
+from agentrl.learner.fsdp.sharding import clip_gradients, make_mesh, reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.layers import decoder_layers
@@ -234,12 +234,12 @@ class FsdpRank(BackendRank):
         """Return the gradient's norm, over all ranks, before it is clipped."""
         weights, maximum = [*self.model.parameters()], self.config.optimizer.max_grad_norm
         if self._sums is None:
-            norm = torch.nn.utils.clip_grad_norm_(weights, maximum)
-        else:  # a norm of bfloat16 would be rounded to bfloat16
-            norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float32) for w in weights if w.grad is not None]
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            torch.nn.utils.clip_grads_with_norm_(weights, maximum, norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            return clip_gradients(weights, maximum)
+        # A norm of bfloat16 would be rounded to bfloat16.
+        norms = [torch.linalg.vector_norm(w.grad, dtype=torch.float32) for w in weights if w.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(weights, maximum, norm)
+        return float(norm)
 
     @override
     def _zero_grad(self) -> None:
@@ -283,8 +283,14 @@ class FsdpRank(BackendRank):
         copy = copies.cpu_copy(local(tensor))
         if not isinstance(tensor, DTensor):
             return copy
+        assert self._cpu_mesh is not None
         return DTensor.from_local(
-            copy, self._cpu_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            copy,
+            self._cpu_mesh.holding(tensor),
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
         )
 
     @override

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import LearnerError
@@ -17,7 +16,7 @@ from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.loading import load_frozen
 from agentrl.learner.fsdp.lora import disabled_adapters
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.sharding import reshard
+from agentrl.learner.fsdp.sharding import RankMesh, reshard
 from agentrl.learner.fsdp.weights import local
 from agentrl.models.reference_policy import KEY, check_reference
 
@@ -25,7 +24,7 @@ from agentrl.models.reference_policy import KEY, check_reference
 def load_reference(
     folder: Path,
     config: LearnerConfig,
-    mesh: DeviceMesh | None,
+    mesh: RankMesh | None,
     *,
     policy: PackedModel,
     policy_folder: Path,

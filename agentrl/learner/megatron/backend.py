@@ -101,6 +101,7 @@ class MegatronBackend(LearnerBackend):
             "learner.cpu_offload": config.cpu_offload != "none",
             "learner.recompute=all_but_attention": config.recompute == "all_but_attention",
             "learner.replicas": config.replicas > 1,
+            "learner.expert_parallel (set learner.megatron.expert_model_parallel_size)": config.expert_parallel > 1,
             "learner.context_parallel (set learner.megatron.context_parallel_size)": config.context_parallel > 1,
         }
         for key, is_set in lacking.items():

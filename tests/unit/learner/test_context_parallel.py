@@ -20,7 +20,7 @@ from agentrl.learner.context_parallel import Context
 from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.models.load import read_rope_types
 from tests.algo_config import make_algo
-from tests.unit.learner.learners import SIZES
+from tests.unit.learner.learners import SIZES, make_model
 
 T = TypeVar("T")
 LENGTHS = (37, 5, 11, 9)
@@ -112,6 +112,12 @@ def test_ranks_are_divided_among_shares(model: Path) -> None:
     ("learner", "message"),
     [
         ({"ranks": 6, "replicas": 4}, r"learner\.replicas=4 does not divide learner\.ranks=6"),
+        ({"ranks": 6, "expert_parallel": 4}, r"learner\.expert_parallel=4 does not divide the 6 ranks of a copy"),
+        (
+            {"ranks": 8, "replicas": 4, "expert_parallel": 4},
+            r"expert_parallel=4 does not divide the 2 ranks of a copy .*learner\.ranks=8, learner\.replicas=4",
+        ),
+        ({"ranks": 2, "expert_parallel": 2}, r"learner\.expert_parallel=2: the model in \S+ has no experts"),
         ({"ranks": 6, "context_parallel": 4}, r"learner\.context_parallel=4 does not divide learner\.ranks=6"),
         (
             {"ranks": 3, "context_parallel": 3},
@@ -139,3 +145,10 @@ def test_rope_that_depends_on_the_longest_row_is_refused(tmp_path: Path) -> None
         ConfigError, match=r"learner\.context_parallel=2: the RoPE .*longrope.*set learner.context_parallel=1"
     ):
         check(tmp_path, ranks=2, context_parallel=2)
+
+
+def test_experts_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "qwen3_moe")
+    check(folder, ranks=5, expert_parallel=5)
+    with pytest.raises(ConfigError, match=r"learner\.expert_parallel=2 does not divide the 5 experts of the model"):
+        check(folder, ranks=2, expert_parallel=2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from agentrl.learner.fsdp.memory import fsdp_memory
@@ -71,6 +71,23 @@ def test_the_estimate_is_what_a_gpu_had_allocated(size: str, options: dict[str, 
 def test_a_copy_of_the_weights_is_sharded_over_its_ranks_alone(of_7b):
     copies = replace(OF_8, ranks=32, replicas=4)
     assert fsdp_memory(of_7b, LearnerConfig(), copies) == fsdp_memory(of_7b, LearnerConfig(), OF_8)
+
+
+def test_a_rank_gathers_the_experts_that_it_computes():
+    config = Qwen3MoeConfig(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_experts=64,
+        moe_intermediate_size=256,
+        vocab_size=1000,
+        mlp_only_layers=[0],
+    )
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    plain, divided = (fsdp_memory(hf, LearnerConfig(expert_parallel=size), OF_8) for size in (1, 8))
+    experts = 64 * 3 * 256 * 256
+    assert plain.gathered - divided.gathered == OF_8.size * 3 * experts * 7 // 8
+    assert plain.weights == divided.weights
 
 
 def test_what_needs_more_memory_is_estimated_to(of_7b):
