@@ -158,7 +158,7 @@ class LearnerConfig(Section):
     """Drop gathered weights after each layer's forward pass: less memory, twice the communication."""
     cpu_offload: Literal["none", "optimizer"] = "none"
     """What is in CPU memory while the learner trains: ``optimizer``, the optimizer's states, 8 of 16 bytes of a weight. A step
-    moves them to the GPU and back, about 1 GiB at a time."""
+    moves them to the GPU and back, about 1 GiB at a time. With ``backend=megatron`` a resumed run loads them on the GPU."""
     logits_chunk: PositiveInt = 4096
     """Trained tokens whose logits are held at the same time."""
     freeze: list[str] = Field(default_factory=list)

@@ -158,6 +158,7 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
         logits_chunk=config.learner.logits_chunk,
         bfloat16=general.bfloat16,
         reference=general.reference,
+        offloads=config.learner.cpu_offload == "optimizer",
     )
     model = family.options(hf)
     last_error, has_layout = (

@@ -293,6 +293,7 @@ def _megatron_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -
             options.reference,
             options.recompute,
             values,
+            learner.cpu_offload == "optimizer",
         )
         return megatron_memory(*family, learner.megatron, work)
 

@@ -17,9 +17,9 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
 from agentrl.learner.fsdp.experts import expert_modules
-from agentrl.learner.fsdp.optimizer import CHUNK_BYTES
 from agentrl.learner.layers import decoder_layers
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
+from agentrl.learner.optimizer_states import CHUNK_BYTES
 from agentrl.models.load import value_head
 
 _LOGITS, _LOGITS_EAGER = 2, 5

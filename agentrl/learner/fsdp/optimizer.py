@@ -1,24 +1,17 @@
-"""Optimizers over sharded parameters, and their states: on the device, or in CPU memory (``learner.cpu_offload``)."""
+"""Optimizers over sharded parameters, and gradients that are added up in bfloat16."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from agentrl.config.learner import OptimizerConfig
 from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, add_rounded
 from agentrl.learner.fsdp.compute_copies import take_gradients
-from agentrl.learner.fsdp.sharding import shard_mesh
-from agentrl.learner.fsdp.weights import local
-from agentrl.learner.offload import CpuOffload
-
-CHUNK_BYTES = 1 << 30
-"""Bytes of offloaded states that are on the device at the same time, unless those of a single weight are larger."""
 
 
 def make_optimizers(
@@ -102,95 +95,3 @@ class RoundedGradients:
         """Drop the sums."""
         self._sums.clear()
         self._added = 0
-
-
-class OptimizerStates:
-    """Takes the steps of a rank's optimizers.
-
-    Offloaded states have memory on the device only while their weights are updated. The optimizer computes the step, on the
-    device, for some weights at a time: the results are the same. Counts of steps stay on the device.
-
-    Args:
-        optimizers: of the rank.
-        offloaded: whether their states are in CPU memory.
-        chunk_bytes: see `CHUNK_BYTES`.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer], *, offloaded: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.offloaded = offloaded
-        self._optimizers = optimizers
-        self._chunk_bytes = chunk_bytes
-        self._offload = CpuOffload()
-
-    def step(self) -> None:
-        """Take a step of each optimizer. Gradients of offloaded states are freed as soon as they are used."""
-        for optimizer in self._optimizers:
-            if not self.offloaded:
-                optimizer.step()
-                continue
-            gradients = {weight: weight.grad for weight in _weights(optimizer) if weight.grad is not None}
-            optimizer.zero_grad()
-            self._by_chunks(optimizer, [*gradients], gradients.pop)
-
-    def create(self, optimizers: Sequence[Optimizer]) -> None:
-        """Create states of optimizers, unless they exist: the device may have no memory for all of them at the same time."""
-        for optimizer in optimizers:
-            if optimizer.state:
-                continue
-            rates = [group["lr"] for group in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-            self._by_chunks(optimizer, [*_weights(optimizer)], torch.zeros_like)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-
-    def clear(self) -> None:
-        """Drop all states, as before the first step."""
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-        self._offload = CpuOffload()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor of the rank's state is offloaded."""
-        return self._offload.holds(local(tensor))
-
-    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the contents of an offloaded tensor, or of the shard of one, on the CPU. The next step changes them."""
-        return self._offload.cpu_copy(local(tensor))
-
-    def _by_chunks(
-        self, optimizer: Optimizer, weights: Sequence[torch.Tensor], gradient_of: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Take a step for some weights at a time. All ranks have the same chunks, as some optimizers gather weights."""
-        for chunk in _chunks(weights, self._chunk_bytes):
-            self._offload.restore(filter(self._offload.holds, _states(optimizer, chunk)))
-            for weight in chunk:
-                weight.grad = gradient_of(weight)
-            optimizer.step()
-            for weight in chunk:
-                weight.grad = None
-            self._offload.offload(_states(optimizer, chunk))
-
-
-def _weights(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _states(optimizer: Optimizer, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's shards of states that are as large as weights."""
-    states = [optimizer.state.get(weight, {}) for weight in weights]
-    return [local(t) for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
-
-
-def _chunks(weights: Sequence[torch.Tensor], chunk_bytes: int) -> Iterator[list[torch.Tensor]]:
-    chunk, size = list[torch.Tensor](), 0
-    for weight in weights:
-        more = 2 * 4 * weight.numel() // (shard_mesh(weight).size() if isinstance(weight, DTensor) else 1)
-        if chunk and size + more > chunk_bytes:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(weight)
-        size += more
-    if chunk:
-        yield chunk

@@ -23,12 +23,13 @@ from agentrl.learner.fsdp.compute_copies import ComputeCopies, add_gradient, cop
 from agentrl.learner.fsdp.gather import AdapterWeights, MergedWeights
 from agentrl.learner.fsdp.loading import load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import OptimizerStates, RoundedGradients, make_optimizers
+from agentrl.learner.fsdp.optimizer import RoundedGradients, make_optimizers
 from agentrl.learner.fsdp.reference import Reference, load_reference
 from agentrl.learner.fsdp.sharding import clip_gradients, make_mesh, reshard
 from agentrl.learner.fsdp.state import load_state, saved_tensors, start_saving
 from agentrl.learner.fsdp.weights import local
 from agentrl.learner.layers import decoder_layers
+from agentrl.learner.optimizer_states import OptimizerStates
 from agentrl.learner.rank import (
     BackendRank,
     SequenceRatios,

@@ -45,10 +45,10 @@ from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.fsdp.optimizer import OptimizerStates
 from agentrl.learner.fsdp.reference import Reference
 from agentrl.learner.fsdp.sharding import is_replica
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
+from agentrl.learner.optimizer_states import OptimizerStates
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor

@@ -42,6 +42,7 @@ _OTHER_KEYS = {
     "params_dtype": "learner.precision",
     "bf16": "learner.precision",
     "fp16": "learner.precision",
+    "optimizer_cpu_offload": "learner.cpu_offload=optimizer",
 }
 """Options of Megatron-Core's optimizer, and the keys of agentrl that set them."""
 
@@ -98,7 +99,6 @@ class MegatronBackend(LearnerBackend):
             "algo.critic.optimizer.name=muon": needs_critic(algo) and algo.critic.optimizer.name == "muon",
             "algo.critic.optimizer.state=8bit": needs_critic(algo) and algo.critic.optimizer.state == "8bit",
             "learner.reshard_after_forward": config.reshard_after_forward,
-            "learner.cpu_offload": config.cpu_offload != "none",
             "learner.recompute=all_but_attention": config.recompute == "all_but_attention",
             "learner.replicas": config.replicas > 1,
             "learner.expert_parallel (set learner.megatron.expert_model_parallel_size)": config.expert_parallel > 1,

@@ -48,6 +48,8 @@ class MegatronWork:
     """What is computed again in the backward pass, unless an option has Megatron-Core do it."""
     values: bool = False
     """Whether it is a critic, with a value head in place of the language head."""
+    offloads: bool = False
+    """Whether moments are in CPU memory (``learner.cpu_offload``)."""
 
     @property
     def size(self) -> int:
@@ -116,7 +118,7 @@ def _stage(
     dense = sum(count[kind] * _numbers(family.layer(hf, layer), tensor) for kind, layer in kinds.items())
     dense += _numbers(outer, tensor)
     experts = count[True] * _experts(family, hf, model, layout, kinds[True]) if True in kinds else 0
-    per_number = 2 * _FLOAT32 + (_FLOAT32 if work.bfloat16 else 0)
+    per_number = (0 if work.offloads else 2 * _FLOAT32) + (_FLOAT32 if work.bfloat16 else 0)
     is_sharded = bool(options.get("use_distributed_optimizer", True))
     optimizer_ranks = work.ranks // (tensor * len(stages)) if is_sharded else 1
     expert_ranks = layout.expert_tensor_size * layout.expert_model_parallel_size * len(stages)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from agentrl.learner.megatron.model import MegatronModel, build_model
 from agentrl.learner.megatron.options import data_parallel_config, optimizer_config, recomputed_layers
 from agentrl.learner.megatron.pipeline import Pipeline
 from agentrl.learner.megatron.weights import ModelWeights, load_weights
+from agentrl.learner.optimizer_states import OptimizerStates
 from agentrl.learner.rank import learning_rate
 from agentrl.models.freezing import KEY as FREEZE_KEY
 from agentrl.models.freezing import frozen_names
@@ -69,6 +71,11 @@ class Training:
         self.optimizer: Any = get_megatron_optimizer(optimizer_config(config.optimizer, options, dtype), self.chunks)
         for group in self._groups():
             group["fused"] = True
+        inner = [optimizer.optimizer for optimizer in self._optimizers()]
+        self.states = OptimizerStates(inner, offloaded=config.cpu_offload == "optimizer")
+        if self.states.offloaded:
+            for optimizer in inner:
+                optimizer.step = partial(self.states.step_by_chunks, optimizer, optimizer.step)
 
     def _optimizers(self) -> list[Any]:
         """Return Megatron-Core's optimizers, for experts a separate one; those without a parameter are left out."""
@@ -80,7 +87,7 @@ class Training:
         return [group for optimizer in self._optimizers() for group in optimizer.optimizer.param_groups]
 
     def tensors(self, *, gathered: bool = True) -> list[torch.Tensor]:
-        """Return float32 weights and moments.
+        """Return float32 weights, and moments that are not in CPU memory already.
 
         Args:
             gathered: whether to include those that a checkpoint gathers from data-parallel ranks, and so copies.
@@ -92,7 +99,7 @@ class Training:
             tensors += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
             for state in optimizer.optimizer.state.values():
                 tensors += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
-        return tensors
+        return [tensor for tensor in tensors if not self.states.holds(tensor)]
 
     def complete_weights(self) -> None:
         """Get the weights that other data-parallel ranks have updated, if that waits for the next pass. Collective."""
@@ -128,6 +135,14 @@ class Training:
         finally:
             for optimizer in readers:
                 delattr(optimizer, _STATES)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Have all states on the device in the block, which loads them."""
+        self.states.restore()
+        yield
+        if self.states.offloaded:
+            self.states.offload()
 
     def load(self, state: dict[str, Any]) -> None:
         """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""

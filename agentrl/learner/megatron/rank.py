@@ -134,6 +134,8 @@ class MegatronRank(BackendRank):
 
     @override
     def _update(self, lr_scale: float) -> dict[str, float]:
+        if self.training.states.offloaded:
+            wait([self._writing])  # it reads them
         metrics = self.training.update(self.step, lr_scale)
         self.step += not metrics["train/nonfinite_gradients"]
         return metrics
@@ -222,11 +224,15 @@ class MegatronRank(BackendRank):
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the rank's state in readable memory, while it sleeps on the CPU."""
+        if self.training.states.holds(tensor):
+            return self.training.states.cpu_copy(tensor)
         is_offloaded = bool(self._offload) and not tensor.untyped_storage().nbytes()
         return self._offload.cpu_copy(tensor) if is_offloaded else tensor.detach()
 
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the CPU copy of a tensor of the rank's state as of the last `save` or `sleep`; copy other tensors to the CPU."""
+        if self.training.states.holds(tensor):
+            return self.training.states.cpu_copy(tensor)
         return self._offload.cpu_copy(tensor) if self._offload.has_copy(tensor) else tensor.cpu()
 
     @override
@@ -293,6 +299,12 @@ class MegatronRank(BackendRank):
                 name = min(name for name, _ in {*_items(description[key])} ^ {*_items(expected[key])})
                 raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
         self.reference_changed = self.reference is not None and description["reference"]
+        with self.training.loading():
+            self._load_state(folder)
+        self.step = int(description["step"])
+        restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", self.device)
+
+    def _load_state(self, folder: Path) -> None:
         state = _sharded_state(self, loading=True)
         try:
             loaded = dist_checkpointing.load(state, str(folder / "megatron"))
@@ -304,8 +316,6 @@ class MegatronRank(BackendRank):
             if self.reference is not None and self.reference_changed:
                 self.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
         self.training.load(loaded["optimizer"])
-        self.step = int(description["step"])
-        restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", self.device)
 
     @override
     def close(self) -> None:

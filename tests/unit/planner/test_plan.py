@@ -193,11 +193,11 @@ def test_a_model_that_megatron_lacks_is_planned_for_fsdp(tmp_path: Any) -> None:
 
 
 def test_what_megatron_lacks_is_planned_for_fsdp() -> None:
-    actual = plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer"}, placement={"mode": "colocate"})
+    actual = plan("Qwen/Qwen3-8B", learner={"reshard_after_forward": True}, placement={"mode": "colocate"})
     assert not only(actual, "colocate", "fsdp").faults
-    assert "learner.cpu_offload" in only(actual, "colocate", "megatron").faults[0]
-    with pytest.raises(ConfigError, match=r"learner\.cpu_offload"):
-        plan("Qwen/Qwen3-8B", learner={"cpu_offload": "optimizer", "backend": "megatron"})
+    assert "learner.reshard_after_forward" in only(actual, "colocate", "megatron").faults[0]
+    with pytest.raises(ConfigError, match=r"learner\.reshard_after_forward"):
+        plan("Qwen/Qwen3-8B", learner={"reshard_after_forward": True, "backend": "megatron"})
 
 
 def test_kv_cache_by_hand() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from agentrl.config.learner import LearnerConfig
 from agentrl.learner.base import RowScores
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.megatron.rank import MegatronRank
@@ -33,7 +34,10 @@ from tests.unit.learner.megatron.rank_work import (
     make_batches,
     make_critic,
     make_rank,
+    with_offload,
 )
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def one_rank(folder: Path) -> dict[str, Found]:
@@ -72,7 +76,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     sleeps."""
     results = {}
     for name, options in RESUMED.items():
-        config = learner_config("megatron", options, 2)
+        config = with_offload(learner_config("megatron", options, 2), name)
         batches, steps = make_batches(make_backend(config).data_parallel_size), {}
         policy, critic = folder / "experts", critic_of(folder / "qwen3")
         for kind, (make, model) in {"grpo": (make_rank, policy), "value": (make_critic, critic)}.items():
@@ -88,6 +92,7 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
                 rank.load(checkpoint)
             steps[kind] = rank.train_step(batch)  # what is written is the state before it
             rank.finish_save()
+            check_offload(rank, config)
         results[name] = steps
         parallel_state.destroy_model_parallel()
     return results
@@ -102,8 +107,11 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     """Return what a layout computes; its name says what is computed again."""
     recompute = next((each for each in ("selective", "full") if each in name.split(", ")), "none")
     config = learner_config("megatron", options, dist.get_world_size()).model_copy(update={"recompute": recompute})
+    config = with_offload(config, name)
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
+    rank.training.states._chunk_bytes = 20_000
     computed = compute(rank, critic, make_backend(config).data_parallel_size)
+    check_offload(rank, config)
     weights = {spec.name: torch.empty(spec.shape) for spec in rank.specs()}
     rank.gather([*weights.items()])
     digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights.values())).digest()
@@ -117,6 +125,15 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     return Found(
         computed.metrics, *(_together([getattr(each, name) for each in everywhere]) for name in ("logprobs", "values"))
     )
+
+
+def check_offload(rank: MegatronRank, config: LearnerConfig) -> None:
+    """Check that moments, after a step, have memory if they are not offloaded, and none if they are."""
+    optimizers = rank.training._optimizers()
+    moments = [state[name] for inner in optimizers for state in inner.optimizer.state.values() for name in MOMENTS]
+    assert len(moments) > 8
+    has_memory = {bool(moment.untyped_storage().nbytes()) for moment in moments}
+    assert has_memory == {config.cpu_offload == "none"}
 
 
 def _together(of_ranks: list[RowScores]) -> RowScores:

@@ -31,7 +31,7 @@ ALGOS: dict[str, dict[str, Any]] = {
 ONE: dict[str, dict[str, Any]] = {"one rank": {}}
 TWO: dict[str, dict[str, Any]] = {
     "DP2": {},
-    "DP2, overlapped": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "DP2, overlapped, offloaded": {"overlap_grad_reduce": True, "overlap_param_gather": True},
     "TP2, selective": TP,
     "TP2, SP, selective": TP | SP,
     "PP2, VPP2": PP | VPP,
@@ -47,7 +47,7 @@ LONG: dict[str, dict[str, Any]] = {"PP2, full": PP, "CP2": {"context_parallel_si
 LONG_OF_EXPERTS: dict[str, dict[str, Any]] = {"EP2, selective": EP}
 """Under `make test-long` only: layouts above have all that these have, and more."""
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
-RESUMED = {"TP2, SP": TP | SP, "PP2": PP, "DP2": {}, "EP2": EP}
+RESUMED = {"TP2, SP, offloaded": TP | SP, "PP2": PP, "DP2, offloaded": {}, "EP2": EP}
 """The first writes a checkpoint that the others load; the model has experts."""
 MODELS = {"qwen3": "qwen3", "experts": "qwen3_moe", "tied": "qwen2"}
 
@@ -71,6 +71,11 @@ def learner_config(backend: str, options: dict[str, Any] | None = None, ranks: i
         backend=backend, ranks=ranks, device="cpu", threads=1, precision="float32", optimizer=optimizer,
         megatron=options or {}, logits_chunk=16,
     )  # fmt: skip
+
+
+def with_offload(config: LearnerConfig, layout: str) -> LearnerConfig:
+    """Return the configuration of a layout, whose name says whether the optimizer's states are in CPU memory."""
+    return config.model_copy(update={"cpu_offload": "optimizer" if "offloaded" in layout else "none"})
 
 
 def algo_of(name: str) -> AlgoConfig:

@@ -18,7 +18,7 @@ from tests.algo_config import make_algo
         ({"fp8": True}, "learner.fp8.*Transformer Engine"),
         ({"optimizer": {"name": "muon"}}, "learner.optimizer.name=muon.*emerging_optimizers"),
         ({"reshard_after_forward": True}, "learner.reshard_after_forward"),
-        ({"cpu_offload": "optimizer"}, "learner.cpu_offload"),
+        ({"ranks": 2, "expert_parallel": 2}, "learner.expert_parallel.*expert_model_parallel_size"),
         ({"ranks": 2, "context_parallel": 2}, "learner.context_parallel"),
     ],
 )
@@ -44,7 +44,7 @@ def test_layers_are_recomputed_by_one_key_only() -> None:
 OPTIONS = {
     "moe_input_jitter_eps": 0.1, "moe_expert_capacity_factor": 1.0, "loss_scale": 128, "window_size": [4, 0],
     "softmax_type": "off-by-one", "layernorm_zero_centered_gamma": True, "qk_clip": True, "use_megatron_fsdp": True,
-    "mtp_num_layers": 1, "enable_cuda_graph": True, "optimizer_cpu_offload": True, "fp8": "hybrid",
+    "mtp_num_layers": 1, "enable_cuda_graph": True, "fp8": "hybrid",
     "moe_router_bias_update_rate": 0.1, "attention_dropout": 0.1, "calculate_per_token_loss": False, "num_layers": 2,
     "average_in_collective": True, "use_precision_aware_optimizer": True, "batch_p2p_comm": True, "attention_backend": "fused",
     "moe_router_topk": 1, "moe_router_dtype": "fp64", "init_method_std": 0.1, "cpu_offloading": True, "tp_comm_overlap": True,
@@ -63,6 +63,7 @@ def test_options_that_are_not_known_to_be_right_are_refused_by_name(name: str) -
     ("options", "message"),
     [
         ({"recompute_granularty": "full"}, "did you mean learner.megatron.recompute_granularity?"),
+        ({"optimizer_cpu_offload": True}, "optimizer_cpu_offload=True: set learner.cpu_offload=optimizer"),
         ({"lr": 1.0}, "learner.megatron.lr=1.0: set learner.optimizer.lr"),
         ({"recompute_granularity": "selective"}, "='selective' is not supported; set it to full"),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "='sinkhorn' is not supported; set it to none or aux_loss"),

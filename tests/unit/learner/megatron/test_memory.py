@@ -132,6 +132,15 @@ def test_one_rank_has_as_many_weights_as_transformers(name: str) -> None:
     assert actual.weights == 2 * sum(weight.numel() for weight in meta_model(find_architecture(name)).parameters())
 
 
+def test_moments_in_cpu_memory_are_not_counted() -> None:
+    family, hf = read_family(find_architecture("Qwen/Qwen3-4B"), "model.path")
+    usual, offloaded = (
+        megatron_memory(family, hf, {}, MegatronWork(1, 64, 64, offloads=offloads)) for offloads in (False, True)
+    )
+    assert usual.optimizer == 3 * offloaded.optimizer == 3 * 2 * usual.weights
+    assert usual.total - offloaded.total == usual.optimizer - offloaded.optimizer
+
+
 @pytest.mark.parametrize("name", ["zai-org/GLM-4.5", "deepseek-ai/DeepSeek-V3"])
 def test_routers_have_a_bias_that_transformers_does_not_count(name: str) -> None:
     family, hf = read_family(find_architecture(name), "model.path")
