@@ -68,7 +68,7 @@ def hub_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[HubTe
     return tensors
 
 
-def sent_buffers(model: Any) -> dict[str, torch.Tensor]:
+def sent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that engines have as parameters, such as the biases of routers, by their names in the model.
 
     They are those of floating-point numbers that the model's folder has: engines load them with the weights.
@@ -110,7 +110,7 @@ def _saved_tensors(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, to
     return tensors
 
 
-def _not_rows(model: Any, name: str) -> ModelError:
+def _not_rows(model: object, name: str) -> ModelError:
     return ModelError(
         f"{type(model).__name__}: {name!r} of its Hugging Face folders is not made of rows of one weight, as agentrl's "
         "weight sync and checkpoints need; choose another model"

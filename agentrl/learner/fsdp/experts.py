@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +27,16 @@ from agentrl.learner.layers import decoder_layers
 from agentrl.learner.routing_replay import replay_experts
 from agentrl.models.routing import REPLAYED
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _GROUP = "expert_group"
 """Attribute of divided experts: the ranks that have them."""
 _IMPLEMENTATION = "agentrl_grouped"
 """Name of the experts' implementation, for transformers."""
 
 
-def use_grouped_products(hf: Any) -> None:
+def use_grouped_products(hf: PreTrainedModel) -> None:
     """Have the experts of a model computed as grouped products, if it has experts that transformers can compute so."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -42,12 +45,12 @@ def use_grouped_products(hf: Any) -> None:
         hf.set_experts_implementation(_IMPLEMENTATION)
 
 
-def expert_modules(hf: Any) -> list[nn.Module]:
+def expert_modules(hf: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have all experts of a layer, each weight of them fused."""
     return [module for module in hf.modules() if hasattr(module, "_is_expert_parallel")]  # transformers sets it
 
 
-def divide_experts(hf: Any, mesh: DeviceMesh) -> None:
+def divide_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Divide the experts of each layer of a model on `meta` among the ranks of a mesh of one dimension.
 
     Raises:
@@ -79,8 +82,8 @@ def divide_experts(hf: Any, mesh: DeviceMesh) -> None:
 class _LocalExperts:
     """The experts of this rank, their weights in a dtype: autocast casts those of linears, not those of grouped products."""
 
-    def __init__(self, experts: Any, dtype: torch.dtype | None) -> None:
-        self._experts = experts
+    def __init__(self, experts: nn.Module, dtype: torch.dtype | None) -> None:
+        self._experts: Any = experts
         self._dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
@@ -103,15 +106,17 @@ def _forward(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: t
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.bfloat16
         hidden = hidden.to(dtype)
-    local: Any = experts if dtype is None and not hasattr(experts, _GROUP) else _LocalExperts(experts, dtype)
+    local: Any = _LocalExperts(experts, dtype)
     if hasattr(experts, _GROUP) or experts.has_bias:
         return _compute_pairs(local, hidden, index, weights, getattr(experts, _GROUP, None))
+    if dtype is None:
+        local = experts
     result: torch.Tensor = grouped_mm_experts_forward(local, hidden, index, weights)
     return result
 
 
 def _compute_pairs(
-    experts: Any,
+    experts: _LocalExperts,
     hidden_T_H: torch.Tensor,
     index_T_K: torch.Tensor,
     weights_T_K: torch.Tensor,
@@ -130,7 +135,7 @@ def _compute_pairs(
 
 
 def _compute_elsewhere(
-    experts: Any, rows_S_H: torch.Tensor, expert_S: torch.Tensor, group: dist.ProcessGroup
+    experts: _LocalExperts, rows_S_H: torch.Tensor, expert_S: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Have the ranks of a group compute rows in the order of their experts. Collective."""
     ranks, local = group.size(), experts.num_experts
@@ -146,7 +151,7 @@ def _compute_elsewhere(
     return _exchange(rows_R_H, sent, received, group)
 
 
-def _compute_rows(experts: Any, rows_R_H: torch.Tensor, expert_R: torch.Tensor) -> torch.Tensor:
+def _compute_rows(experts: _LocalExperts, rows_R_H: torch.Tensor, expert_R: torch.Tensor) -> torch.Tensor:
     """Compute rows in the order of their experts.
 
     transformers adds biases in place: products that were kept for the backward pass would have them twice.
@@ -200,7 +205,7 @@ def _exchange(rows: torch.Tensor, received: list[int], sent: list[int], group: d
     return output
 
 
-def accept_replayed_experts(hf: Any) -> None:
+def accept_replayed_experts(hf: PreTrainedModel) -> None:
     """Have layers with experts take the argument ``replayed_experts``, ``[T, K]``. Call before layers are compiled."""
     if hf.config.model_type in REPLAYED:
         for layer in decoder_layers(hf):
@@ -208,7 +213,7 @@ def accept_replayed_experts(hf: Any) -> None:
                 layer.forward = MethodType(_forward_layer, layer)
 
 
-def pass_experts_by_layer(hf: Any) -> None:
+def pass_experts_by_layer(hf: PreTrainedModel) -> None:
     """Pass each layer its experts from ``[layers, T, K]``. Call after layers are compiled, which they are once for all."""
     if hf.config.model_type in REPLAYED:
         for number, layer in enumerate(decoder_layers(hf)):
