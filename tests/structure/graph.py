@@ -127,7 +127,7 @@ def _import_statements(nodes: Iterable[ast.AST], kind: Kind) -> Iterator[tuple[a
         elif isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             yield from _import_statements(node.body, Kind.TYPING)
             yield from _import_statements(node.orelse, kind)
-        else:
+        elif not isinstance(node, ast.expr):  # no import is in an expression
             lazy = isinstance(node, FUNCTIONS) and kind is Kind.RUNTIME
             yield from _import_statements(ast.iter_child_nodes(node), Kind.LAZY if lazy else kind)
 

@@ -42,7 +42,7 @@ def faults(source: str) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        root, _, attribute = ast.unparse(node.func).partition(".")
+        root, _, attribute = _dotted_name(node.func).partition(".")
         name = f"{origins.get(root, '')}.{attribute}".strip(".") if root in origins else ""
         options = {option.arg: option.value for option in node.keywords}
         markup = options.get("markup")
@@ -57,6 +57,15 @@ def faults(source: str) -> list[str]:
         elif root in ("sys",) and attribute in ("stdout.write", "stderr.write") and not _is_program_text(node):
             faults.append(name)
     return faults
+
+
+def _dotted_name(node: ast.expr) -> str:
+    """Return ``a.b.c`` as ``ast.unparse`` does, in a tenth of its time; what else is called, by that."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+        return f"{_dotted_name(node.value)}.{node.attr}"
+    return ast.unparse(node)
 
 
 def _is_program_text(node: ast.Call) -> bool:
