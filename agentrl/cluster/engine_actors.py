@@ -15,6 +15,7 @@ from typing_extensions import override
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
 from agentrl.cluster.placement_layout import Layout, Resources
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
+from agentrl.config.engine_groups import engine_group
 from agentrl.core.child_process import LOOPBACK, reserve_port, started_children
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec, Launcher
@@ -168,7 +169,8 @@ class PolicyLocations:
     def place(self, engine: int, machine: int) -> tuple[int, Resources]:
         """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
         layout = self.layout
-        return layout.engines[engine][machine], layout.engine_needs
+        bundle = layout.engines[engine][machine]
+        return bundle, {} if layout.shares_engines else layout.bundles[bundle]
 
     def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
@@ -236,7 +238,7 @@ class RayLauncher(Launcher):
 
     def __init__(self, spec: EngineSpec, placement: ReservedPlacement, locations: HostLocations) -> None:
         """Prepare to start engines."""
-        self._spec = _portable(spec, colocated=not placement.layout.engine_needs)
+        self._spec = _portable(spec, colocated=placement.layout.shares_engines)
         self._placement = placement
         self._locations = locations
         self._hosts: dict[tuple[int, int], Any] = {}
@@ -309,14 +311,15 @@ class RayLauncher(Launcher):
     def _find_hosts(self, number: int) -> list[Any]:
         """Return the host of an engine on each of its machines; those that do not exist are started."""
         with self._lock:
-            for machine in range(self._spec.config.engine_machines):
+            machines = range(engine_group(self._spec.config, number)[1].engine_machines)
+            for machine in machines:
                 if (number, machine) not in self._hosts:
                     check_ray()  # without its GCS, Ray might take the call and not return
                     actor: Any = ray.remote(EngineHost)
                     placed = self._placement.host_options(*self._locations.place(number, machine))
                     options = {"max_restarts": 0, "max_concurrency": 8} | placed
                     self._hosts[number, machine] = actor.options(**options).remote()
-            return [self._hosts[number, machine] for machine in range(self._spec.config.engine_machines)]
+            return [self._hosts[number, machine] for machine in machines]
 
     def _drop_hosts(self, number: int) -> None:
         """End the hosts of an engine: the next start begins with new ones."""

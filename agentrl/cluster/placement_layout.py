@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.ray_address import learner_device, running_address
 from agentrl.config.engine_checks import check_placement as check_placement_keys
-from agentrl.config.engine_groups import evaluation_group
+from agentrl.config.engine_groups import disaggregated_groups, engine_group, evaluation_group, training_engines
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler, time_shared_judges
 from agentrl.config.runners import runner_count
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.core.imports import has_python_objects
@@ -32,8 +33,8 @@ class Layout:
     """The bundles of each engine, one for each of its machines (``sampler.sglang.nnodes``)."""
     rank_needs: Resources
     """The resources that a rank takes from its bundle."""
-    engine_needs: Resources
-    """The resources that an engine takes from each of its bundles: none if it shares the GPUs of ranks."""
+    shares_engines: bool
+    """Whether engines share the GPUs of ranks. They then take nothing from their bundles, otherwise all that these have."""
     critics: tuple[int, ...] = ()
     """The bundle of each of the critic's ranks, if there is a critic."""
     critic_needs: Resources = field(default_factory=dict)
@@ -90,20 +91,24 @@ def lay_out(config: Config, device: str) -> Layout:
             ranks,
             _bundles_by_engine(range(engine_bundles), machines),
             rank,
-            {},
+            True,
             ranks[:critics],
             critic,
         )
         return _with_evaluation(_with_judges(layout, config), config)
-    engine = {"GPU": bundle_gpus} if config.sampler.device == "cuda" else {"CPU": bundle_gpus}
-    bundles = [rank] * workers + [engine] * engine_bundles + [rank] * critics
-    critic_bundles = tuple(range(workers + engine_bundles, len(bundles)))
+    bundles, engine_bundle_numbers = [rank] * workers, []
+    for number in range(training_engines(config.sampler)):
+        _, sampler = engine_group(config.sampler, number)
+        machines, first = sampler.engine_machines, len(bundles)
+        bundles += [{"GPU" if sampler.device == "cuda" else "CPU": sampler.engine_ranks // machines}] * machines
+        engine_bundle_numbers.append(tuple(range(first, len(bundles))))
+    critic_bundles = tuple(range(len(bundles), len(bundles) + critics))
     layout = Layout(
-        tuple(bundles),
+        (*bundles, *[rank] * critics),
         tuple(range(workers)),
-        _bundles_by_engine(range(workers, workers + engine_bundles), machines),
+        tuple(engine_bundle_numbers),
         rank,
-        engine,
+        False,
         critic_bundles,
         rank,
     )
@@ -159,7 +164,8 @@ def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
         machine = machines[bundle]
         return -ranks_on[machine], first_seen[machine], bundle
 
-    of_engines = sorted((bundle for engine in layout.engines for bundle in engine), key=place)
+    engines = _order_engines(layout, place)
+    of_engines = [bundle for engine in engines for bundle in engine]
     critics = sorted(layout.critics, key=place)
     shared = [bundle for bundle in of_engines if bundle in ranks_in]
     alone = sorted(ranks_in.keys() - set(shared), key=place)
@@ -168,9 +174,24 @@ def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
     return replace(
         layout,
         ranks=ranks,
-        engines=_bundles_by_engine(of_engines, len(layout.engines[0])) if layout.engines else (),
+        engines=engines,
         critics=ranks[: len(critics)] if has_shared_critics else tuple(critics),
     )
+
+
+def _order_engines(layout: Layout, sort_key: Callable[[int], tuple[int, int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the bundles of each engine, those of engines of the same size exchanged, in order of ``sort_key``."""
+    numbers_by_size: dict[tuple[object, ...], list[int]] = {}
+    for number, bundles in enumerate(layout.engines):
+        size = (len(bundles), *sorted(layout.bundles[bundles[0]].items()))
+        numbers_by_size.setdefault(size, []).append(number)
+    engines = [*layout.engines]
+    for numbers in numbers_by_size.values():
+        machines = len(engines[numbers[0]])
+        ordered = sorted((bundle for number in numbers for bundle in layout.engines[number]), key=sort_key)
+        for number, bundles in zip(numbers, _bundles_by_engine(ordered, machines), strict=True):
+            engines[number] = bundles
+    return tuple(engines)
 
 
 def spreads_runners(config: Config, cluster_cores: int) -> bool:
@@ -213,11 +234,13 @@ def check_placement(config: Config) -> None:
     gpus = lay_out(config, device).total.get("GPU", 0)
     if gpus > gpus_here() and running_address() is None:
         learner = f"learner.ranks={ranks}{' and its critic' if has_critic_gpus else ''}"
-        own_text = _other_engines_text(config)
+        own_text, sampler = _other_engines_text(config), config.sampler
+        groups = disaggregated_groups(sampler)
+        engines = f"sampler.engines={sampler.engines} of {sampler.engine_ranks} each"
+        engines = f"sampler.groups ({_engine_text(sampler)})" if groups else engines
         raise MissingError(
-            f"placement.mode={mode} wants {gpus} GPUs for {learner} and sampler.engines={config.sampler.engines} of "
-            f"{config.sampler.engine_ranks} each{own_text}; there are {gpus_here()} here, and no Ray runs that has more (`ray "
-            "start`, or RAY_ADDRESS)"
+            f"placement.mode={mode} wants {gpus} GPUs for {learner} and {engines}{own_text}; there are {gpus_here()} here, and "
+            "no Ray runs that has more (`ray start`, or RAY_ADDRESS)"
         )
 
 
@@ -264,7 +287,7 @@ def _check_shared_judges(config: Config) -> None:
 
 def _other_engines_text(config: Config) -> str:
     """Return how many GPUs judges, and engines that only evaluate, have of their own, in words; empty if none."""
-    empty = Layout((), (), (), {}, {})
+    empty = Layout((), (), (), {}, False)
     judges = _with_judges(empty, config).total.get("GPU", 0)
     evaluation = _with_evaluation(empty, config).total.get("GPU", 0)
     text = f", and {judges} for judges (judge.gpus=own)" if judges else ""
@@ -273,8 +296,7 @@ def _other_engines_text(config: Config) -> str:
 
 def describe_placement(config: Config) -> str:
     """Return in one line how many GPUs the learner and the engines use."""
-    ranks, engines, engine_ranks = config.learner.ranks, config.sampler.engines, config.sampler.engine_ranks
-    engine_text = f"{engines} engine{'s' if engines > 1 else ''} of {engine_ranks}"
+    ranks, engine_text = config.learner.ranks, _engine_text(config.sampler)
     judges = f", in turns with engines of {', '.join(shared)}" if (shared := time_shared_judges(config)) else ""
     judges += _other_engines_text(config)
     if config.placement.shares_gpus:
@@ -282,6 +304,15 @@ def describe_placement(config: Config) -> str:
         return f"colocate: {ranks} for the learner{critic}, in turns with {engine_text}{judges}"
     critic = f", {ranks} for its critic" if needs_critic(config.algo) else ""
     return f"disaggregate: {ranks} for the learner{critic}, and {engine_text}{judges}"
+
+
+def _engine_text(sampler: SamplerConfig) -> str:
+    """Return how many engines of training there are and how many GPUs each has, in words."""
+    groups = disaggregated_groups(sampler)
+    texts = [f"{group.engines} of {group.engine_ranks} for {name}" for name, group in groups.items()]
+    if texts:
+        return f"engines: {', '.join(texts)}"
+    return f"{sampler.engines} engine{'s' if sampler.engines > 1 else ''} of {sampler.engine_ranks}"
 
 
 def gpus_here() -> int:

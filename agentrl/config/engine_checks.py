@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from operator import itemgetter
 
-from agentrl.config.engine_groups import evaluation_group
+from agentrl.config.engine_groups import all_samplers, disaggregated_groups, evaluation_group
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
 from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
 from agentrl.config.schema import Config
@@ -25,7 +25,7 @@ _SGLANG_RESERVES = 6
 def engine_faults(config: Config) -> Iterator[str]:
     """Yield what does not fit together, for every command."""
     yield from _engine_addresses(config.sampler)
-    yield from _groups(config.sampler)
+    yield from _groups(config)
     yield from _sampling(config.sampler)
     yield from _tokenizer_workers(config.sampler)
     if config.sampler.renormalise:
@@ -152,7 +152,7 @@ def _weights(config: Config) -> Iterator[str]:
             f"algo.old_logprobs=learner with weights.sync_every={weights.sync_every}: engines sample with older weights than the "
             "learner's, and nothing corrects for it; set algo.correction.rollout_is=token, or algo.old_logprobs=sampler"
         )
-    if weights.check == "checksum" and sampler.engine_ranks > 1:
+    if weights.check == "checksum" and any(group.engine_ranks > 1 for _, group in all_samplers(sampler)):
         yield (
             "weights.check=checksum: an engine with several ranks has checksums of shards only; set weights.check=version"
         )
@@ -249,14 +249,60 @@ def _background_evaluation(config: Config) -> Iterator[str]:
         )
 
 
-def _groups(sampler: SamplerConfig) -> Iterator[str]:
+def _prefill_and_decode(config: Config) -> Iterator[str]:
+    """Whether prefill and decode can be apart."""
+    sampler, weights = config.sampler, config.weights
+    kinds = {group.serves for group in sampler.groups.values()}
+    key = "sampler.groups with serves=prefill and decode"
+    for kind, counterpart in (("prefill", "decode"), ("decode", "prefill")):
+        if kind not in kinds:
+            yield f"sampler.groups has serves={counterpart} and no {kind}: neither works alone; add a group with serves={kind}"
+    if not sampler.uses_sglang:
+        yield f"{key} with sampler.backend={sampler.backend}: that engine does both; set sampler.backend=sglang"
+    elif sampler.device == "cpu":
+        yield f"{key} with sampler.sglang.device=cpu: KV caches are sent from GPU to GPU; leave them out"
+    if not sampler.has_router_program:
+        yield f"{key} with sampler.router={sampler.router}: it sends a request to one engine; set sampler.router=sglang"
+    if sampler.urls:
+        yield f"{key} with sampler.url={sampler.url}: running engines are in no group; leave out one of the two"
+    elif sampler.engines > 1:
+        yield (
+            f"{key} with sampler.engines={sampler.engines}: engines of training are those of groups; leave out sampler.engines"
+        )
+    if sampler.keep_minutes is not None:
+        yield f"{key} with sampler.keep_minutes: engines of groups are not kept; leave it out"
+    if config.placement.shares_gpus:
+        yield (
+            f"{key} with placement.mode=colocate: engines send each other memory that they would have to release; set "
+            "placement.mode=disaggregate"
+        )
+    if weights.pause in ("retract", "in_place"):
+        yield (
+            f"{key} with weights.pause={weights.pause}: an engine that decodes cannot have a prompt computed again, nor "
+            "hold what it receives (SGLang, issue 23668); set weights.pause=abort, restart or finish"
+        )
+    if weights.prefix_cache != "drop":
+        yield f"{key} with weights.prefix_cache={weights.prefix_cache}: ages of cached tokens are not known; leave it out"
+    if weights.gap_limit != "off":
+        yield (
+            f"{key} with weights.gap_limit={weights.gap_limit}: the check after the first sync has an engine score rows alone, "
+            "and none can; set weights.gap_limit=off"
+        )
+    if sampler.speculative_algorithm is not None:
+        yield f"{key} with sampler.sglang.speculative_algorithm={sampler.speculative_algorithm} was not checked; leave it out"
+
+
+def _groups(config: Config) -> Iterator[str]:
     """Whether the groups of engines can be started."""
+    sampler = config.sampler
     names = [name for name, group in sampler.groups.items() if group.serves == "evaluation"]
     if len(names) > 1:
         yield (
             f"sampler.groups has {len(names)} groups with serves=evaluation ({', '.join(names)}): an evaluation has one; raise "
             f"sampler.groups.{names[0]}.engines, and leave out the others"
         )
+    if disaggregated_groups(sampler):
+        yield from _prefill_and_decode(config)
     for name, group in sampler.groups.items():
         key = f"sampler.groups.{name}"
         if group.sglang and not sampler.uses_sglang:
@@ -333,17 +379,18 @@ def _check_engine_machines(config: Config) -> None:
         )
     if machines > 1 and sampler.keep_minutes is not None:
         raise ConfigError(f"{key} with sampler.keep_minutes: an engine of several machines is not kept; leave one out")
-    if (group := evaluation_group(sampler)) is not None:
-        _check_group_machines(config, *group)
+    for key, group in all_samplers(sampler):
+        if group is not sampler:
+            _check_group_machines(config, key, group)
     for model, judge in judge_configs(config).items():
         if (machines := judge_sampler(config, judge).engine_machines) > 1:
             key = f"{judge_keys(config)[model]}.sglang.nnodes"
             raise ConfigError(f"{key}={machines}: an engine of a judge is on one machine; set {key}=1")
 
 
-def _check_group_machines(config: Config, name: str, sampler: SamplerConfig) -> None:
+def _check_group_machines(config: Config, key: str, sampler: SamplerConfig) -> None:
     """Raise `ConfigError` if engines of a group cannot have their machines."""
-    machines, key = sampler.engine_machines, f"sampler.groups.{name}"
+    machines = sampler.engine_machines
     if machines < 1 or sampler.engine_ranks % machines:
         raise ConfigError(
             f"{key}: nnodes={machines} does not divide the {sampler.engine_ranks} GPUs of an engine; set {key}.sglang.nnodes to "

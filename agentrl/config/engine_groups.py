@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from agentrl.config.sampler import SamplerConfig, merge_options
 
 
@@ -28,3 +30,43 @@ def evaluation_group(sampler: SamplerConfig) -> tuple[str, SamplerConfig] | None
 def evaluation_engines(sampler: SamplerConfig) -> int:
     """Return the number of engines that only evaluate."""
     return sum(group.engines for group in sampler.groups.values() if group.serves == "evaluation")
+
+
+def disaggregated_groups(sampler: SamplerConfig) -> dict[str, SamplerConfig]:
+    """Return the engines of the groups that serve prefill, and after them those of decode; empty: each engine does both."""
+    kinds = ("prefill", "decode")
+    names = [name for kind in kinds for name, group in sampler.groups.items() if group.serves == kind]
+    return {name: group_sampler(sampler, name) for name in names}
+
+
+def engine_group(sampler: SamplerConfig, number: int) -> tuple[str, SamplerConfig]:
+    """Return the group of an engine of training, and its options; an empty name, and the common ones, without groups."""
+    for name, group in disaggregated_groups(sampler).items():
+        if number < group.engines:
+            return name, group
+        number -= group.engines
+    return "", sampler
+
+
+def training_engines(sampler: SamplerConfig) -> int:
+    """Return the number of engines of training."""
+    groups = disaggregated_groups(sampler)
+    return sum(group.engines for group in groups.values()) if groups else sampler.engines
+
+
+def gpus_before(sampler: SamplerConfig, number: int) -> int:
+    """Return how many ranks the engines of training before engine ``number`` have; on GPUs, each has its own."""
+    return sum(engine_group(sampler, index)[1].engine_ranks for index in range(number))
+
+
+def training_gpus(sampler: SamplerConfig) -> int:
+    """Return how many ranks all engines of training have."""
+    return gpus_before(sampler, training_engines(sampler))
+
+
+def all_samplers(sampler: SamplerConfig) -> Iterator[tuple[str, SamplerConfig]]:
+    """Yield the key of each kind of engines, and the engines: the common ones if they are started, and all groups."""
+    if not disaggregated_groups(sampler):
+        yield "sampler", sampler
+    for name in sampler.groups:
+        yield f"sampler.groups.{name}", group_sampler(sampler, name)

@@ -55,9 +55,11 @@ TopK = Annotated[int, AfterValidator(_keeps_something)]
 class EngineGroup(Section):
     """Engines with options of their own."""
 
-    serves: Literal["evaluation"]
+    serves: Literal["evaluation", "prefill", "decode"]
     """``evaluation``: only evaluations in training, with ``eval.background``; they keep the weights with which an evaluation
-    begins, and have GPUs of their own with every ``placement.mode`` that reserves GPUs."""
+    begins, and have GPUs of their own with every ``placement.mode`` that reserves GPUs. ``prefill`` and ``decode``: SGLang's
+    ``--disaggregation-mode``, behind ``sampler.router=sglang``; engines of the one compute prompts, those of the other sample.
+    They take the place of ``sampler.engines``."""
     engines: PositiveInt = 1
     """Engines of the group."""
     sglang: dict[str, Any] = Field(default_factory=dict)

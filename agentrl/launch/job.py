@@ -14,7 +14,7 @@ import jinja2
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.placement_layout import lay_out
 from agentrl.config.engine_checks import check_placement
-from agentrl.config.engine_groups import evaluation_group
+from agentrl.config.engine_groups import evaluation_group, training_gpus
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 
@@ -83,7 +83,7 @@ def run_gpus(config: Config) -> int:
     ranks = config.learner.ranks * (2 if needs_critic(config.algo) else 1)
     group = evaluation_group(config.sampler)
     evaluation = 0 if group is None else group[1].engines * group[1].engine_ranks
-    return ranks + evaluation + (0 if config.sampler.urls else config.sampler.engines * config.sampler.engine_ranks)
+    return ranks + evaluation + (0 if config.sampler.urls else training_gpus(config.sampler))
 
 
 def machine_counts(config: Config, nodes: int | None, gpus: int | None) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from agentrl.algo.registry import algorithm_faults, needs_critic
 from agentrl.config.engine_checks import check_context, check_placement
+from agentrl.config.engine_groups import disaggregated_groups
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
@@ -123,6 +124,8 @@ def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str,
         raise ConfigError(f"learner.ranks={ranks} with --gpus {gpus.count}: a rank has a GPU; lower learner.ranks")
     if config.sampler.urls:
         return [("separate", gpus.count)]
+    if disaggregated_groups(config.sampler):  # whose GPUs are counted already
+        return [("disaggregate", ranks or gpus.count // (2 if needs_critic(config.algo) else 1))]
     mode_setting = (configured.get("placement") or {}).get("mode")
     modes = [mode_setting] if mode_setting is not None else ["colocate", *(["disaggregate"] if gpus.count > 1 else [])]
     if gpus.count == 1 and modes != ["colocate"]:
@@ -142,7 +145,8 @@ def _option(
     engine_plans: list[EnginePlan | None] = [None]
     judges: tuple[JudgePlan, ...] = ()
     engine_gpus = 0
-    if not config.sampler.urls:
+    has_common_engines = not config.sampler.urls and not disaggregated_groups(config.sampler)
+    if has_common_engines:
         engine_gpus = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
         if engine_gpus < 1:
             critic = "" if request.critic is None or shared else " and as many for the critic"
@@ -165,6 +169,8 @@ def _option(
             break
     best, engines, limits = tried[-1]
     settings = _settings(mode, best, engines)
+    if not has_common_engines and not config.sampler.urls:
+        settings = merge(settings, {"placement": {"mode": mode}, "weights": {"transport": "distributed"}})
     for group in groups:
         settings = merge(settings, {"sampler": {"groups": group.settings}})
     rules = [transport_faults] if engines is not None else []

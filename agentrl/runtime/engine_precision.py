@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from agentrl.config.engine_groups import all_samplers
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.distributed.base import TensorSpec
@@ -109,7 +110,9 @@ def check_precision(config: Config, folder: Path, files: WeightFiles | None = No
     if files.float8_names:
         check_published(form, specs, files.float8_names, f"model.path={config.model.path}")
     if not sampler.sglang_option("enable_dp_attention"):
-        _check_blocks(config, form, specs, read_counts(folder, "num_key_value_heads"))
+        for _, engines in all_samplers(sampler):
+            group_config = config.model_copy(update={"sampler": engines})
+            _check_blocks(group_config, form, specs, read_counts(folder, "num_key_value_heads"))
 
 
 def _check_options(config: Config, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from agentrl.cluster.ray_address import learner_device
-from agentrl.config.engine_groups import evaluation_group
+from agentrl.config.engine_groups import evaluation_group, training_gpus
 from agentrl.config.judges import judge_sampler
 from agentrl.config.schema import Config
 from agentrl.config.train import WeightsConfig
@@ -372,9 +372,9 @@ async def open_eval_engines(
     opponents = 0 if config.self_play is None else config.self_play.snapshot_engines
     judges = sum(model.config.engines for model in services.judge_models.values())
     logs, number = folder / "logs" / name, len(services.frozen) + opponents + judges
-    gpus = (
-        config.sampler.engines + len(config.algo.distillation.teachers) + len(services.frozen) + opponents
-    ) * config.sampler.engine_ranks
+    # Each of these has the size of the run's own.
+    common_engines = len(config.algo.distillation.teachers) + len(services.frozen) + opponents
+    gpus = training_gpus(config.sampler) + common_engines * config.sampler.engine_ranks
     gpus += sum(
         model.config.engines * judge_sampler(config, model.config).engine_ranks
         for model in services.judge_models.values()

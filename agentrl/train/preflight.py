@@ -16,6 +16,7 @@ from agentrl.cluster.ray_address import running_address
 from agentrl.config.agent import CONTAINER
 from agentrl.config.algo import CriticConfig
 from agentrl.config.engine_checks import check_context
+from agentrl.config.engine_groups import training_engines
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.runners import agent_elsewhere, concurrent_episodes, describe_runners
 from agentrl.config.schema import Config
@@ -324,7 +325,7 @@ def shipped_policy_warning(config: Config) -> str:
 def speculation_warning(config: Config) -> str:
     """Return a warning if SGLang would run fewer requests at the same time because of speculative decoding; else ""."""
     sampler, key = config.sampler, "max_running_requests"
-    episodes = -(-concurrent_episodes(config) // sampler.engines)
+    episodes = -(-concurrent_episodes(config) // training_engines(sampler))
     if (
         not sampler.speculative_algorithm
         or sampler.urls
@@ -408,7 +409,10 @@ def _describe(config: Config, sets: list[EvalTasks] | None, template: str, lengt
     rollout, plan, sampler = config.rollout, config.train, config.sampler
     algorithm = "an algorithm for each source" if config.sources else describe_algorithm(config.algo)
     lines = {
-        "engine": (sampler.url or sampler.backend + (f", {sampler.engines} of them" if sampler.engines > 1 else ""))
+        "engine": (
+            sampler.url or sampler.backend + (f", {count} of them" if (count := training_engines(sampler)) > 1 else "")
+        )
+        + "".join(f", {group.engines} for {name} ({group.serves})" for name, group in sampler.groups.items())
         + (", behind sglang-router" if sampler.has_router_program else ""),
         "step": f"{rollout.batch_size} prompts x {rollout.n_samples_per_prompt} = "
         f"{rollout.batch_size * rollout.n_samples_per_prompt} episodes",

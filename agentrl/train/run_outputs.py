@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl.cluster.ray_address import running_address
-from agentrl.config.engine_groups import evaluation_engines
+from agentrl.config.engine_groups import evaluation_engines, training_engines
 from agentrl.config.runners import concurrent_episodes, runner_count
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
@@ -64,7 +64,7 @@ def _may_have_runners(config: Config) -> bool:
 def engines_and_slots(config: Config) -> tuple[int, int]:
     """Return the number of engines that clients can tell apart, and the most requests in progress during rollouts."""
     sampler, slots = config.sampler, concurrent_episodes(config)
-    engines = len(sampler.urls) or sampler.engines
+    engines = len(sampler.urls) or training_engines(sampler)
     if isinstance(sampler.max_running, int):
         slots = min(slots, engines * sampler.max_running)
     return (1 if sampler.has_router_program else engines) + evaluation_engines(sampler), slots

@@ -17,6 +17,7 @@ from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.algo import DistillationConfig
 from agentrl.config.checks import is_context_template
+from agentrl.config.engine_groups import training_engines, training_gpus
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
 from agentrl.core.imports import load_object
@@ -287,7 +288,7 @@ async def _open(config: Config, name: str, number: int, model: Path, logs: Path,
         assert teacher.path is not None, "the configuration was checked"
         folder, setting = resolve_model(teacher.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={teacher.path}"
         launcher = _launcher(config, folder, logs / f"teacher-{name}")
-        process = await launch(partial(launcher.launch, sampler.engines + number), f"teacher {name!r}")
+        process = await launch(partial(launcher.launch, number), f"teacher {name!r}")
         exits.push_async_callback(asyncio.to_thread, process.stop)
         url = process.url
     who, size = f"teacher {name!r} ({setting})", read_vocab_size(model)
@@ -302,8 +303,9 @@ def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
     logs.mkdir(parents=True, exist_ok=True)
     embedded = config.sampler.embedded
     longer = embedded.model_copy(update={"context": 2 * embedded.context})
-    sampler = config.sampler.model_copy(update={"embedded": longer, "port": 0})
-    return LocalLauncher(EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code))
+    sampler = config.sampler.model_copy(update={"embedded": longer, "port": 0, "groups": {}})
+    spec = EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code)
+    return LocalLauncher(spec, training_engines(config.sampler), training_gpus(config.sampler))
 
 
 async def check_server(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from agentrl.algo.registry import algorithm_faults
 from agentrl.config.algo import AlgoConfig
+from agentrl.config.engine_groups import evaluation_engines, training_engines
 from agentrl.config.judges import judge_configs
 from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
 from agentrl.config.load import find_config, read_yaml, validate
@@ -134,11 +135,12 @@ class WarmStart:
         teachers = sum(teacher.path is not None for teacher in run.algo.distillation.teachers.values())
         reserved = teachers + sum(role.frozen is not None for role in run.env.roles.values())
         reserved += sum(judge.engines for judge in judge_configs(run).values())
-        engines = run.sampler.engines + reserved
+        reserved += evaluation_engines(run.sampler)
+        engines = training_engines(run.sampler) + reserved
         if not run.placement.shares_gpus and torch.cuda.device_count() > engines * run.sampler.engine_ranks:
             return ""  # it trains on the first GPU, which no engine has
         if reserved:
-            return "engines of teachers, frozen roles and judges may be on its GPU"
+            return "engines of teachers, frozen roles, judges and evaluations may be on its GPU"
         return self._why_no_memory(run)
 
     def _why_no_memory(self, run: Config) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.algo.registry import needs_critic
+from agentrl.config.engine_groups import training_engines
 from agentrl.config.runners import concurrent_episodes, runner_count
 from agentrl.config.schema import Config
 from agentrl.tune.search import Knob, Settings
@@ -114,7 +115,7 @@ def _threads(config: Config, machine: Machine) -> Directions:
 
 def _requests(config: Config) -> int:
     """Return the most requests of an engine, a multiple of 8."""
-    episodes = -(-concurrent_episodes(config) // config.sampler.engines)
+    episodes = -(-concurrent_episodes(config) // training_engines(config.sampler))
     return -(-episodes // 8) * 8
 
 
@@ -159,7 +160,13 @@ def _memory_fraction(config: Config) -> Directions:
 def _total_gpus(config: Config) -> int:
     """Return the GPUs of learner and engines, if they can be split otherwise; else 0."""
     sampler = config.sampler
-    if config.learner.device != "cuda" or sampler.device != "cuda" or sampler.urls or needs_critic(config.algo):
+    if (
+        config.learner.device != "cuda"
+        or sampler.device != "cuda"
+        or sampler.urls
+        or needs_critic(config.algo)
+        or sampler.groups
+    ):
         return 0
     engine_gpus = sampler.engines * sampler.engine_ranks
     return (

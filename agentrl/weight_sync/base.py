@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from agentrl.config.engine_groups import all_samplers
 from agentrl.config.schema import Config
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup
@@ -84,7 +85,8 @@ class Transport(WeightSync, ABC):
     def faults(cls, config: Config) -> Iterator[str]:
         """Yield why the transport cannot work with this configuration: the keys, their values, and what to set."""
         # Pipeline stages and data parallel replicas number their tensor parallel ranks from 0 again.
-        if cls.tensor_ranks_only and config.sampler.engine_ranks != config.sampler.tensor_ranks:
+        engines = [sampler for _, sampler in all_samplers(config.sampler)]
+        if cls.tensor_ranks_only and any(sampler.engine_ranks != sampler.tensor_ranks for sampler in engines):
             yield (
                 f"weights.transport={config.weights.transport} reaches SGLang's tensor parallel ranks only; set "
                 "weights.transport=disk"

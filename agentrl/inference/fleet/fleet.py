@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from agentrl.config.engine_groups import engine_group, training_engines
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
 from agentrl.inference.base import EngineControl
@@ -126,7 +127,7 @@ class Fleet:
             for number, url in enumerate(self._config.urls):
                 self._engines.append(await self._attach(number, url))
         else:
-            launches = [asyncio.create_task(self._launch(number)) for number in range(self._config.engines)]
+            launches = [asyncio.create_task(self._launch(number)) for number in range(training_engines(self._config))]
             try:
                 await asyncio.wait(launches)
             finally:
@@ -243,7 +244,10 @@ class Fleet:
 
     async def _launch(self, number: int) -> Engine:
         process = await launch(partial(self._launcher.launch, number), f"engine-{number}")
-        return Engine(f"engine-{number}", self._client(number, process.url), process, group=self.group)
+        group, _ = engine_group(self._config, number)
+        serves = self._config.groups[group].serves if group else ""
+        client = self._client(number, process.url)
+        return Engine(f"engine-{number}", client, process, group=group or self.group, serves=serves)
 
     async def _end(self, engine: Engine) -> None:
         """Stop an engine that was started. One that is kept is left to the next run, if it is whole and runs nothing."""

@@ -37,6 +37,8 @@ class Engine:
     """None if the engine was attached by URL rather than started."""
     group: str = ""
     """Its group in ``sampler.groups``; empty: none."""
+    serves: str = ""
+    """``prefill`` or ``decode``, if it does one of the two."""
     restarts: int = 0
     """Number of restarts."""
     live: bool = True
@@ -276,8 +278,10 @@ class HealthMonitor:
             return version
 
     def _fail_if_none_left(self, why: str) -> None:
-        if all(engine.lost for engine in self._engines):
-            self._fail(EngineError(f"no engine is left. {why}"))
+        for serves in {engine.serves for engine in self._engines}:
+            if all(engine.lost for engine in self._engines if engine.serves == serves):
+                task = f" for {serves}" if serves else ""
+                self._fail(EngineError(f"no engine is left{task}. {why}"))
 
 
 def _tail(engine: Engine) -> str:

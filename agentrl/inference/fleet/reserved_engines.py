@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from agentrl.config.engine_groups import training_engines
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.inference.client.segments import Vocabulary
@@ -52,7 +53,7 @@ def reserved_fleet(  # engines of other models differ in all of it
     spec = EngineSpec(
         sampler, model, logs, config.run.seed, trusted, restores_weights=restores_weights, overrides=overrides
     )
-    first = config.sampler.engines + len(config.algo.distillation.teachers) + number
+    first = training_engines(config.sampler) + len(config.algo.distillation.teachers) + number
     return Fleet(
         sampler,
         LocalLauncher(spec, first, first_gpu) if launcher is None else launcher(spec),

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from agentrl.config.engine_groups import engine_group, training_engines
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.background import first_ended
 from agentrl.core.child_process import LOOPBACK, ChildProcess, reserve_port
@@ -52,13 +54,16 @@ def require_router() -> None:
     require("sglang_router", "sampler.router=sglang (builtin needs none)")
 
 
-def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float) -> EngineProcess:
+def launch_router(
+    log: Path, *, request_timeout_s: float, start_timeout_s: float, disaggregated: bool = False
+) -> EngineProcess:
     """Start ``sglang-router`` without engines, on a free port of this machine, and wait until it answers.
 
     Args:
         log: file for its output.
         request_timeout_s: timeout of the sender of a request; the router waits longer.
         start_timeout_s: timeout of the start in seconds.
+        disaggregated: whether each request goes to an engine for prefill and to one for decode.
 
     Raises:
         MissingError: it is not installed.
@@ -74,6 +79,7 @@ def launch_router(log: Path, *, request_timeout_s: float, start_timeout_s: float
             "prometheus-host": LOOPBACK,
             "prometheus-port": metrics_port,
             "request-timeout-secs": int(2 * request_timeout_s) + 1,
+            "pd-disaggregation": disaggregated,
         }
         command = [*guard, sys.executable, "-m", "sglang_router.launch_router", *command_flags(flags)]
         child = ChildProcess.start(command, log=log, name="sglang-router", error=EngineError)
@@ -86,6 +92,21 @@ async def list_workers(http: EngineHttp) -> dict[str, str]:
     """Return a router's id of each engine that it sends requests to, by URL; it adds and removes them after the request."""
     async with http.request("GET", "/workers", once=True) as reply:
         return {worker["url"]: worker["id"] for worker in (await read_json(reply))["workers"]}
+
+
+async def read_bootstrap_port(engine: SGLangClient) -> int:
+    """Return the port at which an engine for prefill hands over what it has computed.
+
+    Raises:
+        EngineError: it does not report one.
+    """
+    info = await engine.control.call("/server_info", None)
+    port = info.get("disaggregation_bootstrap_port") if isinstance(info, dict) else None
+    if not isinstance(port, int):
+        raise EngineError(
+            f"the engine at {engine.url} reports disaggregation_bootstrap_port={port!r} at /server_info, not a number"
+        )
+    return port
 
 
 _log = logging.getLogger(__name__)
@@ -132,6 +153,10 @@ class SGLangRouter(GenerationClient):
         # The port is known once the process runs.
         super().__init__(EngineHttp(f"http://{LOOPBACK}", config.request_timeout_s), vocabulary, knows_ages=knows_ages)
         self._control = EngineHttp(self._http.url, config.stall_timeout_s)
+        numbers = range(training_engines(config))
+        groups = {f"engine-{number}": engine_group(config, number)[0] for number in numbers}
+        self._serves = {name: config.groups[group].serves for name, group in groups.items() if group}
+        """``prefill`` or ``decode`` by engine, if each does one of the two."""
         self._engines: dict[str, SGLangClient] = {}
         """The engines that the router is to use, by name."""
         self._changed = asyncio.Event()
@@ -194,7 +219,7 @@ class SGLangRouter(GenerationClient):
         self._changed.set()
         self._changed = asyncio.Event()
         self._sampler.on_change()
-        if not self._engines:
+        if not self._parallel:
             self._close()
 
     def _lost(self, name: str) -> None:
@@ -274,8 +299,7 @@ class SGLangRouter(GenerationClient):
                 for url in engine_urls - worker_ids.keys():
                     if time.monotonic() >= retry_at.get(url, 0.0):
                         retry_at[url] = time.monotonic() + _RETRY_ADD_S
-                        async with self._control.request("POST", "/workers", {"url": url}):
-                            pass
+                        await self._add_worker(url)
                 if time.monotonic() - begun > self._config.start_timeout_s:
                     raise EngineError(
                         f"sglang-router has the workers {sorted(worker_ids)} instead of {sorted(engine_urls)} after "
@@ -286,7 +310,32 @@ class SGLangRouter(GenerationClient):
             # Requests of an engine that is killed fail. Those of an attached engine that hangs would wait forever, and
             # only the router knows which they are: all requests are sent again.
             self._close()
-        self._open_for_requests(len(engine_urls))
+        self._open_for_requests(self._parallel)
+
+    @property
+    def _parallel(self) -> int:
+        """Engines that may sample at the same time: all, or those for decode if there is one for prefill; 0: none."""
+        kinds = Counter(self._serves.get(name, "") for name in self._engines)
+        if self._serves:
+            return kinds["decode"] if kinds["prefill"] else 0
+        return kinds[""]
+
+    async def _add_worker(self, url: str) -> None:
+        """Request that the router adds an engine. It is requested again later if it does not come into the list."""
+        body: dict[str, object] = {"url": url}
+        name = next((name for name, engine in self._engines.items() if engine.url.rstrip("/") == url), None)
+        if name is None:
+            return  # it was removed meanwhile
+        if (serves := self._serves.get(name)) is not None:
+            body["worker_type"] = serves
+        if serves == "prefill":
+            try:
+                body["bootstrap_port"] = await read_bootstrap_port(self._engines[name])
+            except EngineError as error:
+                _log.warning("%s: %s", name, error)
+                return
+        async with self._control.request("POST", "/workers", body):
+            pass
 
     def _urls(self) -> set[str]:
         return {engine.url.rstrip("/") for engine in self._engines.values()}
@@ -332,5 +381,6 @@ class SGLangRouter(GenerationClient):
 
     async def _launch(self) -> None:
         times = {"request_timeout_s": self._config.request_timeout_s, "start_timeout_s": self._config.start_timeout_s}
-        self._process = await launch(partial(launch_router, self._log, **times), _NAME)
+        start = partial(launch_router, self._log, disaggregated=bool(self._serves), **times)
+        self._process = await launch(start, _NAME)
         self._http.url = self._control.url = self._process.url

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,7 @@ from zlib import crc32
 
 from typing_extensions import override
 
+from agentrl.config.engine_groups import engine_group, gpus_before
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.background import run_start
 from agentrl.core.child_process import LOOPBACK, ChildProcess
@@ -108,6 +109,9 @@ class EngineSpec:
     """What SGLang reads in place of entries of the model's ``config.json``. The engine then starts with random weights, and gets
     all from the learner before it samples."""
 
+    serves: str = ""
+    """``prefill`` or ``decode``, if the engine does one of the two; set by `start`."""
+
     def start(
         self, number: int, *, host: str = LOOPBACK, gpus: Sequence[str] = (), machine: EngineMachine | None = None
     ) -> EngineProcess:
@@ -119,7 +123,11 @@ class EngineSpec:
             gpus: GPUs of the engine on this machine, as in ``CUDA_VISIBLE_DEVICES``; empty: the variable is not set.
             machine: this one, if the engine has several.
         """
-        config, start_child, key = self.config, ChildProcess.start, ""
+        group, config = engine_group(self.config, number)
+        if group:
+            spec = replace(self, config=config, serves=self.config.groups[group].serves)
+            return spec.start(number, host=host, gpus=gpus, machine=machine)
+        start_child, key = ChildProcess.start, ""
         if self.keep_minutes is not None:
             key = self._key(number, host, gpus)
             if (left_engine := take_engine(key, self.keep_minutes)) is not None:
@@ -147,7 +155,13 @@ class EngineSpec:
             )
         else:
             engine = launch_sglang(
-                self.model, options=self.sglang_options(), python=config.python, gpus=gpus, machine=machine, **options
+                self.model,
+                options=self.sglang_options(),
+                python=config.python,
+                gpus=gpus,
+                machine=machine,
+                disaggregation=self.serves,
+                **options,
             )
         if isinstance(engine.child, KeptChild):
             text = f"{config.backend} with {self.model}"
@@ -218,9 +232,10 @@ class LocalLauncher(Launcher):
 
     @override
     def launch(self, number: int) -> EngineProcess:
-        ranks = self._spec.config.engine_ranks
-        gpus = visible_gpus() if self._spec.config.device == "cuda" else []
-        engine = engine_gpus(self._first_gpu + number * ranks, ranks, gpus) if gpus else ()
+        config, (_, group) = self._spec.config, engine_group(self._spec.config, number)
+        gpus = visible_gpus() if config.device == "cuda" else []
+        first = self._first_gpu + gpus_before(config, number)
+        engine = engine_gpus(first, group.engine_ranks, gpus) if gpus else ()
         return self._spec.start(self._first + number, gpus=engine)
 
 

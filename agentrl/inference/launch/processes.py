@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ _RESERVED_OPTIONS = {
     "model-path": "set model.path",
     "base-gpu-id": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
     "gpu-id-step": "the run gives each engine its GPUs; CUDA_VISIBLE_DEVICES limits them",
+    "disaggregation-mode": "set sampler.groups.NAME.serves=prefill or decode",
+    "disaggregation-bootstrap-port": "the run chooses a free port",
     "node-rank": "the run sets it on each of the engine's machines; set sampler.sglang.nnodes",
     "dist-init-addr": "the run chooses where the engine's machines meet; set sampler.sglang.nnodes",
     "nccl-init-addr": "the run chooses where the engine's machines meet; set sampler.sglang.nnodes",
@@ -191,6 +194,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     python: Path | None = None,
     gpus: Sequence[str] = (),
     machine: EngineMachine | None = None,
+    disaggregation: str = "",
     timeout_s: float = 600.0,
     start_child: StartChild = ChildProcess.start,
 ) -> EngineProcess:
@@ -210,6 +214,8 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
         python: interpreter that runs it; agentrl need not be installed there. None: this one.
         gpus: GPUs of the engine, as in ``CUDA_VISIBLE_DEVICES``, in the order of its ranks; empty: the variable is not set.
         machine: this one, for an engine of several, which are started at the same time; with the option ``nnodes``.
+        disaggregation: ``prefill`` or ``decode``; empty: the engine does both. One for prefill has a bootstrap server on a free
+            port of ``host``, at which engines for decode fetch what it has computed.
         timeout_s: timeout of the start in seconds.
         start_child: starts the process, as `ChildProcess.start` does.
 
@@ -235,7 +241,12 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]
-    with reserve_port(host, port, key="sampler.port") as port_number:
+    with ExitStack() as ports:
+        port_number = ports.enter_context(reserve_port(host, port, key="sampler.port"))
+        if disaggregation:
+            flags["disaggregation-mode"] = disaggregation
+        if disaggregation == "prefill":
+            flags["disaggregation-bootstrap-port"] = ports.enter_context(reserve_port(host))
         server = [str(interpreter.python), "-m", "sglang.launch_server", *command_flags(flags)]
         command = [*guard, *server, "--host", host, "--port", str(port_number)]
         startup_log = StartupLog(log)

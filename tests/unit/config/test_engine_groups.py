@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from agentrl.cluster import placement_layout as placing
-from agentrl.cluster.placement_layout import check_placement, describe_placement, lay_out
+from agentrl.cluster.placement_layout import check_placement, describe_placement, lay_out, number_by_machine
 from agentrl.config.engine_checks import check_placement as check_placement_keys
-from agentrl.config.engine_groups import evaluation_group, group_sampler
+from agentrl.config.engine_groups import evaluation_group, gpus_before, group_sampler, training_engines, training_gpus
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.launch.job import run_gpus
+from agentrl.weight_sync.registry import transport_faults
 
 SGLANG = "sampler.backend=sglang"
 BACKGROUND = "eval.background=true"
@@ -112,3 +113,67 @@ def test_colocated_engines_evaluate_in_the_background_only_with_engines_of_their
     check_placement_keys(load_config(None, [*colocated, *evaluation()]), "cpu")
     with pytest.raises(ConfigError, match=r"or give evaluation engines of its own: sampler\.groups\.eval\.serves"):
         check_placement_keys(load_config(None, [*colocated, BACKGROUND]), "cpu")
+
+
+APART = [
+    SGLANG,
+    "sampler.router=sglang",
+    "weights.gap_limit=off",
+    "sampler.sglang={tp_size: 2}",
+    "sampler.groups={answers: {serves: decode, engines: 2}, prompts: {serves: prefill, engines: 2, sglang: {tp_size: 4}}}",
+]
+
+
+def test_engines_for_prefill_come_first_with_the_sizes_of_their_groups() -> None:
+    sampler = load_config(None, APART).sampler
+    assert (training_engines(sampler), training_gpus(sampler)) == (4, 12)
+    assert [gpus_before(sampler, number) for number in range(4)] == [0, 4, 8, 10]
+    assert run_gpus(load_config(None, [*APART, "learner.ranks=3", "learner.device=cuda"])) == 15
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["sampler.groups.answers.serves=prefill"], r"serves=prefill and no decode"),
+        (["sampler.groups.prompts.serves=decode"], r"serves=decode and no prefill"),
+        (["sampler.backend=embedded"], r"sampler\.backend=embedded: that engine does both"),
+        (["sampler.sglang.device=cpu"], r"sampler\.sglang\.device=cpu"),
+        (["sampler.router=builtin"], r"it sends a request to one engine; set sampler\.router=sglang"),
+        (["sampler.url=http://a"], r"sampler\.url=http://a: running engines are in no group"),
+        (["sampler.engines=2"], r"sampler\.engines=2: engines of training are those of groups"),
+        (["sampler.keep_minutes=1"], r"engines of groups are not kept"),
+        (["placement.mode=colocate"], r"placement\.mode=colocate: engines send each other memory"),
+        (["weights.pause=retract"], r"weights\.pause=retract: .* set weights\.pause=abort, restart or finish"),
+        (["weights.pause=in_place"], r"weights\.pause=in_place"),
+        (["weights.prefix_cache=keep"], r"weights\.prefix_cache=keep: ages of cached tokens"),
+        (["weights.gap_limit=auto"], r"set weights\.gap_limit=off"),
+        (["sampler.sglang.speculative_algorithm=NGRAM"], r"speculative_algorithm=NGRAM was not checked"),
+        (["weights.check=checksum"], r"weights\.check=checksum: an engine with several ranks"),
+    ],
+)
+def test_prefill_and_decode_are_refused_where_they_cannot_work(settings: list[str], words: str) -> None:
+    load_config(None, APART)
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, [*APART, *settings])
+
+
+def test_transports_reach_the_engines_of_all_groups_or_are_refused() -> None:
+    words = [*APART, "placement.mode=disaggregate", "learner.device=cuda", "weights.transport=distributed"]
+    assert not transport_faults(load_config(None, words))
+    [fault] = transport_faults(load_config(None, [*words, "sampler.groups.prompts.sglang.pp_size=2"]))
+    assert "reaches SGLang's tensor parallel ranks only" in fault
+
+
+def test_engines_of_two_sizes_have_bundles_of_their_sizes_and_are_numbered_machine_by_machine() -> None:
+    config = load_config(None, [*APART, "learner.ranks=2", "placement.mode=disaggregate", *evaluation()])
+    layout = lay_out(config, "cuda")
+    assert [bundle["GPU"] for bundle in layout.bundles] == [1, 1, 4, 4, 2, 2, 2]
+    assert (layout.engines, layout.evaluation) == (((2,), (3,), (4,), (5,)), ((6,),))
+    assert describe_placement(config) == (
+        "disaggregate: 2 for the learner, and engines: 2 of 4 for prompts, 2 of 2 for answers, and 2 for evaluation "
+        "(sampler.groups)"
+    )
+    machines = dict(enumerate(["learner", "learner", "b", "a", "b", "a", "b"]))
+    numbered = number_by_machine(layout, machines | {0: "a", 1: "a"})
+    assert numbered.engines == ((3,), (2,), (5,), (4,)), "only bundles of the same size are exchanged"
+    assert (numbered.ranks, numbered.evaluation) == ((0, 1), ((6,),))

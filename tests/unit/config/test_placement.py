@@ -42,7 +42,7 @@ def test_engines_in_turns_with_the_learner_lie_in_its_bundles() -> None:
     assert layout.bundles == (pair, pair, single)
     assert layout.ranks == (0, 0, 1, 1, 2)
     assert layout.engines == ((0,), (1,))
-    assert (layout.rank_needs, layout.engine_needs) == (single, {})
+    assert (layout.rank_needs, layout.shares_engines) == (single, True)
     assert layout.total == {"CPU": 5, "GPU": 5}
     described = describe_placement(load_config(None, settings))
     assert described == "colocate: 5 for the learner, in turns with 2 engines of 2"
@@ -53,7 +53,7 @@ def test_engines_apart_from_the_learner_have_bundles_of_their_own() -> None:
     layout = lay_out(load_config(None, settings), "cuda")
     assert layout.bundles == ({"CPU": 1, "GPU": 1},) * 3 + ({"GPU": 2},) * 2
     assert (layout.ranks, layout.engines) == ((0, 1, 2), ((3,), (4,)))
-    assert layout.engine_needs == {"GPU": 2}
+    assert not layout.shares_engines
     assert describe_placement(load_config(None, settings)) == "disaggregate: 3 for the learner, and 2 engines of 2"
     on_cpu = lay_out(load_config(None, ["sampler.engines=2", "placement.mode=disaggregate"]), "cpu")
     assert on_cpu.bundles == ({"CPU": 1},) * 3

@@ -325,3 +325,18 @@ def test_groups_have_gpus_of_their_own() -> None:
     )
     with pytest.raises(ConfigError, match=r"the engines of groups have 8 GPUs of --gpus 8, and none is left"):
         plan("Qwen/Qwen3-8B", eval=background, sampler={"groups": {"eval": group | {"engines": 8}}})
+
+
+def test_prefill_and_decode_are_planned_apart() -> None:
+    groups = {
+        "prompts": {"serves": "prefill", "engines": 1, "sglang": {"tp_size": 2}},
+        "answers": {"serves": "decode", "engines": 2, "sglang": {"tp_size": 1}},
+    }
+    planned = plan("Qwen/Qwen3-8B", sampler={"groups": groups, "router": "sglang"}, weights={"gap_limit": "off"})
+    assert {(option.mode, option.learner_gpus) for option in planned.options} == {("disaggregate", 4)}
+    option = only(planned, "disaggregate", "fsdp")
+    assert not option.faults
+    lines = "\n".join(report(planned, {}))
+    assert "prompts (prefill): 1 with tp_size=2" in lines
+    assert "answers (decode): 2 with tp_size=1" in lines
+    assert "placement.mode=disaggregate" in lines
