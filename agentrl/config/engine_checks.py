@@ -32,6 +32,7 @@ def engine_faults(config: Config) -> Iterator[str]:
         yield from _renormalised_sampling(config)
     if config.sampler.speculative_algorithm is not None:
         yield from _speculative_decoding(config, config.sampler.speculative_algorithm)
+    yield from _batch_invariance(config)
     yield from _weights(config)
     if config.weights.adapters == "only":
         yield from _adapters(config)
@@ -98,6 +99,38 @@ def _renormalised_sampling(config: Config) -> Iterator[str]:
             f"{key} with algo.kl_coef={algo.kl_coef:g} or teachers: the reference and teachers keep other tokens; set "
             "algo.kl_coef=0, and leave out algo.distillation.teachers"
         )
+
+
+def _batch_invariance(config: Config) -> Iterator[str]:
+    """Whether engine and learner compute by the same products of fixed sizes."""
+    learner, embedded, sampler = config.learner, config.sampler.embedded, config.sampler
+    key, engine_key = "learner.batch_invariant=true", "sampler.embedded.batch_invariant=true"
+    if embedded.batch_invariant and embedded.dtype != "float32":
+        yield f"{engine_key} with sampler.embedded.dtype={embedded.dtype}: set sampler.embedded.dtype=float32"
+    if not learner.batch_invariant:
+        return
+    if sampler.uses_sglang:
+        yield (
+            f"{key} with sampler.backend=sglang: its products are others; leave it out, or set sampler.backend=embedded. "
+            "sampler.sglang.enable_deterministic_inference=true makes SGLang's independent of the batch"
+        )
+    elif not embedded.batch_invariant and not sampler.urls:
+        yield f"{key} without {engine_key}: engine and learner would differ; set both"
+    faults = {
+        f"learner.backend={learner.backend}": ("learner.backend=fsdp", learner.backend != "fsdp"),
+        f"learner.device={learner.device}": ("learner.device=cpu", learner.device != "cpu"),
+        f"learner.precision={learner.precision}": ("learner.precision=float32", learner.precision != "float32"),
+        f"learner.context_parallel={learner.context_parallel}": (
+            "learner.context_parallel=1",
+            learner.context_parallel > 1,
+        ),
+        "learner.compile=true": ("learner.compile=false", learner.compile is True),
+        f"learner.threads={learner.threads}": ("learner.threads=1", learner.threads != 1),
+        "learner.lora": ("learner.lora=null: engines have merged weights", learner.lora is not None),
+    }
+    for fault, (advice, applies) in faults.items():
+        if applies:
+            yield f"{key} with {fault}: set {advice}"
 
 
 def _tokenizer_workers(sampler: SamplerConfig) -> Iterator[str]:

@@ -146,6 +146,10 @@ class LearnerConfig(Section):
     float32."""
     fp8: bool = False
     """Compute the linear layers of decoder layers in float8, with one scale a tensor. Needs torchao and a recent GPU."""
+    batch_invariant: bool = False
+    """Compute each token as the embedded engine does with ``sampler.embedded.batch_invariant``, so that both give the same
+    log-probabilities, bit for bit: products of a fixed size, in float32. Dense models, on CPUs, without shared prefixes; several
+    times slower (docs/how_to/precision.md)."""
     compile: Literal["auto"] | bool = "auto"
     """Compile decoder layers; ``auto`` does so on GPUs. The first step takes about a minute longer, less with what an earlier
     run has compiled: it is kept in ``~/.cache/agentrl/torchinductor``, or the folder that ``TORCHINDUCTOR_CACHE_DIR`` names."""

@@ -40,6 +40,9 @@ class EmbeddedConfig(Section):
     """Maximum tokens of a sequence in the engine."""
     threads: PositiveInt = 2
     """CPU threads of the engine."""
+    batch_invariant: bool = False
+    """Compute each token the same, bit for bit, whatever else is computed with it; see `LearnerConfig.batch_invariant`. Needs
+    ``dtype=float32``."""
 
 
 def _keeps_something(top_k: int) -> int:

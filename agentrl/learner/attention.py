@@ -12,7 +12,7 @@ the longest.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from agentrl.learner.tree_attention import (
     row_masks,
     softmax_with_sink,
 )
+from agentrl.models.batch_invariant import KEYS, batch_invariant_attention
 
 IMPLEMENTATION = "agentrl_packed"
 """Name of the attention implementation, for transformers."""
@@ -66,6 +67,8 @@ class RowGroups:
     """``(index, N, T)``: the flat tokens of ``N`` rows of at most ``T`` tokens, int64 ``[N·T]``."""
     back: torch.Tensor
     """int64 ``[R·L]``: each token's index in the concatenated groups; padding of bins has the index after their end."""
+    batch_invariant: bool = False
+    """Whether attention is that of `agentrl.models.batch_invariant`."""
 
 
 PackedRows = RowBounds | RowGroups | TreeMasks
@@ -88,6 +91,7 @@ def packed_rows(
     *,
     flash: bool = False,
     sinks: Collection[int] | None = None,
+    batch_invariant: bool = False,
 ) -> PackedRows:
     """Find the rows: a row starts at each position 0.
 
@@ -98,12 +102,14 @@ def packed_rows(
         flash: whether attention is computed in bfloat16; on a GPU the rows are those of flash attention then.
         sinks: sizes of the sliding windows, if attention has sinks. On a GPU, in bfloat16, rows are masks of flex attention
             then, and ``R`` is 1.
+        batch_invariant: see `RowGroups`; not on a GPU.
     """
     if flash and device.type == "cuda" and sinks is not None:
         return row_masks(position_ids_R_L.reshape(-1), device, sinks)
     if flash and device.type == "cuda":
         return _bounds(position_ids_R_L.reshape(-1), device)
-    return _groups(position_ids_R_L.reshape(-1), row_R_L.reshape(-1), device)
+    groups = _groups(position_ids_R_L.reshape(-1), row_R_L.reshape(-1), device)
+    return replace(groups, batch_invariant=batch_invariant)
 
 
 def _bounds(flat: torch.Tensor, device: torch.device) -> RowBounds:
@@ -224,6 +230,9 @@ def packed_attention(  # the signature that transformers calls
     outputs = []
     for index, n, t in packed.groups:
         q, k, v = (x.index_select(0, index).view(n, t, *x.shape[1:]).transpose(1, 2) for x in flat)
+        if packed.batch_invariant:
+            outputs += _batch_invariant_rows(q, k, v, scaling or q.shape[-1] ** -0.5, sliding_window)
+            continue
         outputs.append(_causal(q, k, v, scaling, sliding_window, s_aux).transpose(1, 2).reshape(n * t, heads, -1))
     nothing = value.new_zeros(1, heads, value.shape[-1])
     if not outputs:
@@ -232,6 +241,15 @@ def packed_attention(  # the signature that transformers calls
         nothing = nothing if s_aux is None else nothing + 0 * s_aux.sum()
     attended = torch.cat([*outputs, nothing]).index_select(0, packed.back)
     return attended.view(bins, length, heads, -1), None
+
+
+def _batch_invariant_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
+) -> list[torch.Tensor]:
+    """Return causal attention ``[T, H, D]`` of each row, with keys laid out as in the engine's cache."""
+    padding = (0, 0, 0, -k.shape[2] % KEYS)
+    k, v = F.pad(k, padding).contiguous(), F.pad(v, padding).contiguous()
+    return [batch_invariant_attention(*row, 0, scaling, window) for row in zip(q, k, v, strict=True)]
 
 
 def flash_attention(

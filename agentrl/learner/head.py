@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from agentrl.batch.microbatch import Truncation
+from agentrl.models.batch_invariant import tiled_product
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class HeadOptions:
     """Whether what follows the matrix products is compiled."""
     vocabulary_part: VocabularyPart | None = None
     """This rank's part of a divided weight. Gradients of hidden states are then those of the part; ranks add them up."""
+    batch_invariant: bool = False
+    """Whether logits are those of `agentrl.models.batch_invariant`."""
     truncation: Truncation | None = None
     """Top-k and top-p sampling, after which distributions are renormalised. A target always stays in its distribution. The
     computation is not compiled then."""
@@ -111,7 +114,7 @@ class _TokenScores(torch.autograd.Function):
         for hidden, targets in zip(
             torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
         ):
-            logits = _logits(hidden, factor_V_H, bias_V, compiled=compiled)
+            logits = _logits(hidden, factor_V_H, bias_V, compiled=compiled, tiled=options.batch_invariant)
             if options.truncation is None:
                 chunk_statistics.append(statistics(logits, targets, options.temperature, options.entropy))
                 continue
@@ -148,7 +151,9 @@ class _TokenScores(torch.autograd.Function):
         hidden_gradients, weight_gradient, bias_gradient = [], None, None
         for first in range(0, max(1, len(targets_N)), ctx.options.chunk):  # without tokens the gradients are zeros
             chunk = slice(first, first + ctx.options.chunk)
-            logits_n_V = _logits(hidden_N_H[chunk], factor_V_H, bias_V, compiled=compiled)
+            logits_n_V = _logits(
+                hidden_N_H[chunk], factor_V_H, bias_V, compiled=compiled, tiled=ctx.options.batch_invariant
+            )
             gradient_n_V = derive(
                 logits_n_V,
                 targets_N[chunk],
@@ -180,9 +185,15 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _logits(
-    hidden_n_H: torch.Tensor, factor_V_H: torch.Tensor, bias_V: torch.Tensor | None, *, compiled: bool
+    hidden_n_H: torch.Tensor,
+    factor_V_H: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    *,
+    compiled: bool,
+    tiled: bool = False,
 ) -> torch.Tensor:
-    logits_n_V = _product(hidden_n_H.to(factor_V_H.dtype), factor_V_H.t())
+    hidden_n_H = hidden_n_H.to(factor_V_H.dtype)
+    logits_n_V = tiled_product(hidden_n_H, factor_V_H) if tiled else _product(hidden_n_H, factor_V_H.t())
     if bias_V is not None:
         logits_n_V = logits_n_V + bias_V.to(logits_n_V.dtype)
     if compiled:

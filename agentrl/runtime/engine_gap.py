@@ -66,6 +66,8 @@ def gap_band(config: Config, precision: EnginePrecision, engine_dtype: str | Non
         return None
     if limit != "auto":
         return GapBand(limit, f"weights.gap_limit={limit:g}")
+    if config.learner.batch_invariant:
+        return GapBand(0.0, "learner.batch_invariant=true, with which both compute the same bits")
     band, is_float8 = precision.band, precision.band in ("float8_weights", "float8_cache")
     if not is_float8 and (engine_dtype == FLOAT8 or config.learner.fp8):
         band, is_float8 = "float8_weights", True

@@ -19,7 +19,7 @@ from engine_tiny import save_model
 
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, EngineError
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.embedded.app import build_app
@@ -31,7 +31,7 @@ from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.render.registry import make_renderer
 from agentrl.runtime.engine_gap import gap_band
 from agentrl.runtime.engine_precision import read_precision
-from agentrl.train.first_sync import TURNS, FirstSyncCheck
+from agentrl.train.first_sync import TURNS, FirstSyncCheck, SGLangClients
 from agentrl.weight_sync.base import TransportOptions, WeightSync
 from agentrl.weight_sync.registry import make_transport
 
@@ -159,3 +159,11 @@ def test_a_learner_that_computes_another_model_is_named(open_world: Open, folder
         layer.self_attn.scaling /= 2
     with pytest.raises(ConfigError, match="The learner computes another model with them"):
         world.compare()
+
+
+@pytest.mark.parametrize("token_ids", [[], [-1], [384], [3] * CONTEXT])
+def test_outputs_of_modules_need_the_tokens_of_a_prompt(token_ids: list[int], open_world: Open, folder: Path) -> None:
+    world = open_world(folder)
+    clients = SGLangClients(Vocabulary(world.model.vocabulary, str), reports_modules=True)
+    with pytest.raises(EngineError, match=f"input_ids must be a list of 1 to {CONTEXT - 1} token ids"):
+        asyncio.run(clients.module_outputs(SGLangClient(world.url), token_ids))

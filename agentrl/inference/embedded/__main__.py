@@ -32,7 +32,8 @@ def main() -> int:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         dtype, slots = as_dtype(arguments.dtype), arguments.max_slots
-        model = Model(arguments.model, dtype, slots, arguments.max_context, arguments.threads)
+        context, threads = arguments.max_context, arguments.threads
+        model = Model(arguments.model, dtype, slots, context, threads, batch_invariant=arguments.batch_invariant)
         model.keeps_released_weights = arguments.weights_cpu_backup
         tokenizer = load_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
         stops = StopMatcher(tokenizer, model.vocabulary)
@@ -82,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight-version", default="0", help="version of the weights in the folder")
     parser.add_argument(
         "--weights-cpu-backup", action="store_true", help="resumed weights are those that were released"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="compute a token the same whatever else is computed with it"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the code that a tokenizer may need")
     return parser

@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache
 
 from agentrl.core.errors import EngineError, ModelError
 from agentrl.inference.embedded.forward_batch import ForwardBatch
+from agentrl.models.batch_invariant import KEYS, batch_invariant_attention
 
 ATTENTION = "agentrl_slots"
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
@@ -28,10 +29,11 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 class SlotCache(Cache):
     """Keys and values ``[slots, key-value heads, context, head size]`` of each layer, allocated when it first runs."""
 
-    def __init__(self, slots: int, context: int) -> None:
-        """Set the size; memory is allocated at the first forward pass."""
+    def __init__(self, slots: int, context: int, *, batch_invariant: bool = False) -> None:
+        """Set the size; memory is allocated at the first forward pass. See `Model.batch_invariant`."""
         super().__init__(layers=[])
-        self._shape = (slots, context)
+        self._batch_invariant = batch_invariant
+        self._shape = (slots, -(-context // KEYS) * KEYS if batch_invariant else context)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._experts: dict[int, NDArray[np.int16]] = {}
@@ -123,6 +125,20 @@ class SlotCache(Cache):
         """Return the attention of ``query [1, H, N, D]`` to its slots, ``[1, N, H, D]``."""
         batch = self.batch
         keys, values = self._keys[layer], self._values[layer]
+        if self._batch_invariant:
+            ends = np.cumsum([len(segment.tokens) for segment in batch.segments]).tolist()
+            rows = [
+                batch_invariant_attention(
+                    query[0, :, end - len(segment.tokens) : end],
+                    keys[segment.slot],
+                    values[segment.slot],
+                    segment.start,
+                    scale,
+                    window,
+                )
+                for segment, end in zip(batch.segments, ends, strict=True)
+            ]
+            return torch.cat(rows)[None]
         heads, count = query.shape[1], query.shape[2]
         out = query.new_empty(count, heads, values.shape[3])
         if batch.decoding:

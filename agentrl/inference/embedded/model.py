@@ -21,6 +21,7 @@ from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_we
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
 from agentrl.inference.embedded.replies import BadRequestError
+from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.hub_tensors import hub_tensors, sent_buffers
 from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
@@ -45,8 +46,20 @@ class Model:
     when other processes need the cores. For a small model the requests are partitioned among the threads instead.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, slots: int, context: int, threads: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        slots: int,
+        context: int,
+        threads: int = 1,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         """Load the model and verify on a few tokens that its log-probabilities are those of transformers.
+
+        With ``batch_invariant`` no product is shared among threads, and all have fixed sizes; see
+        `agentrl.models.batch_invariant`.
 
         Raises:
             ModelError: it cannot be loaded, or its attention is not supported.
@@ -55,14 +68,19 @@ class Model:
         self.end_ids = frozenset(read_end_ids(folder))
         """End tokens of the model."""
         self._model: PreTrainedModel = load_model(folder, dtype)
+        if batch_invariant:
+            make_batch_invariant(self._model, "sampler.embedded.batch_invariant")
         longest = getattr(self._model.config, "max_position_embeddings", context)
         self.context = min(context, longest)
         embedding: Any = self._model.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
-        self.cache = SlotCache(max(slots, 2), self.context)  # `_check` copies from one to another
+        self.batch_invariant = batch_invariant
+        """Whether what is computed of a token depends on nothing else that is computed with it."""
+        # `_check` copies from one slot to another.
+        self.cache = SlotCache(max(slots, 2), self.context, batch_invariant=batch_invariant)
         # Without a mask transformers would build one. A mask of four dimensions is passed on as it is, and ignored.
         self._no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-        large = self._model.num_parameters() >= _SHARED_PRODUCT_WEIGHTS
+        large = self._model.num_parameters() >= _SHARED_PRODUCT_WEIGHTS and not batch_invariant
         self._threads = 1 if large else threads
         torch.set_num_threads(threads if large else 1)
         self._pool = ThreadPoolExecutor(max(1, self._threads - 1), "forward", torch.set_num_threads, (1,))

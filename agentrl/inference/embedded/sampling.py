@@ -42,7 +42,9 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
+def sample(
+    logits_BV: Tensor, requests: Sequence[Request], *, batch_invariant: bool = False
+) -> tuple[list[int], list[float]]:
     """Return a token id and its log-probability for each request: a pure function of logits, seeds and positions.
 
     Log-probabilities are those of the full distribution at the request's temperature (temperature 1 if it is greedy),
@@ -53,30 +55,38 @@ def sample(logits_BV: Tensor, requests: Sequence[Request]) -> tuple[list[int], l
     """
     greedy = torch.tensor([request.options.greedy for request in requests])
     temperatures = torch.tensor([1.0 if r.options.greedy else r.options.temperature for r in requests])
-    logprobs_BV = (logits_BV / temperatures[:, None]).log_softmax(-1)
+    scaled_BV = logits_BV / temperatures[:, None]
+    logprobs_BV = scaled_BV.log_softmax(-1)
     if bool(greedy.all()):
         ids = logits_BV.argmax(-1)
     else:
         ids = _draw(_apply_top_k_top_p(logprobs_BV.exp(), requests), _uniforms(requests))
         ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
-    chosen = logprobs_BV.gather(1, ids[:, None])[:, 0]
+    chosen = _chosen(scaled_BV, logprobs_BV, ids, batch_invariant=batch_invariant)
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     return ids.tolist(), chosen.tolist()
 
 
-def prompt_logprobs(logits_TV: Tensor, token_ids: NDArray[np.int32]) -> list[float]:
+def prompt_logprobs(logits_TV: Tensor, token_ids: NDArray[np.int32], *, batch_invariant: bool = False) -> list[float]:
     """Return the log-probability of each token, at temperature 1 as in SGLang; ``logits_TV`` are those before each.
 
     Raises:
         FloatingPointError: the model's logits are not finite.
     """
     ids_T = torch.from_numpy(token_ids.astype(np.int64))
-    chosen = logits_TV.log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+    chosen = _chosen(logits_TV, logits_TV.log_softmax(-1), ids_T, batch_invariant=batch_invariant)
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
     logprobs: list[float] = chosen.tolist()
     return logprobs
+
+
+def _chosen(scaled_BV: Tensor, logprobs_BV: Tensor, ids_B: Tensor, *, batch_invariant: bool) -> Tensor:
+    """Return the log-probabilities of tokens; with ``batch_invariant`` by the learner's own formula."""
+    if batch_invariant:
+        return scaled_BV.gather(1, ids_B[:, None])[:, 0] - scaled_BV.logsumexp(-1)
+    return logprobs_BV.gather(1, ids_B[:, None])[:, 0]
 
 
 def _draw(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:

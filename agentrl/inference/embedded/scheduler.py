@@ -186,7 +186,7 @@ class Scheduler:
         if any(request.score_from is not None for request in requests):
             logits, requests = self._score(logits, requests, [segments[index].kept for index in order])
         if requests:
-            tokens, logprobs = sample(logits, requests)
+            tokens, logprobs = sample(logits, requests, batch_invariant=self.model.batch_invariant)
             for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
                 self._append(request, token, logprob)
         self._remove_finished()
@@ -211,7 +211,8 @@ class Scheduler:
             if request.score_from is None:
                 sampled.append((rows, request))
                 continue
-            request.scores = prompt_logprobs(rows[:-1], request.prompt[request.score_from + 1 :])
+            scored_ids = request.prompt[request.score_from + 1 :]
+            request.scores = prompt_logprobs(rows[:-1], scored_ids, batch_invariant=self.model.batch_invariant)
             self._end(request, {"type": "length", "length": 0})
         rows_of = [rows for rows, _ in sampled]
         return torch.cat(rows_of) if rows_of else logits[:0], [request for _, request in sampled]

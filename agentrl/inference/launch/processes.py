@@ -152,6 +152,7 @@ def launch_embedded(  # what a start needs beside the engine's own options
         "threads": config.threads,
         "seed": seed,
         "weight-version": version,
+        "batch-invariant": config.batch_invariant,
         "trust-remote-code": trust_remote_code,
         "weights-cpu-backup": restores_weights,
     }

@@ -34,6 +34,7 @@ from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import RankMesh, reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.layers import decoder_layers, prepare_layers
+from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.freezing import frozen_names
 from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
@@ -156,6 +157,9 @@ def _fill(
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
     layers = decoder_layers(model.hf)
+    if config.batch_invariant:
+        make_batch_invariant(model.hf, "learner.batch_invariant")
+        model.batch_invariant = True
     if config.fp8:
         from agentrl.learner.fsdp.fp8 import convert_linears
 

@@ -34,6 +34,8 @@ class PackedModel(nn.Module):
         """Whether matrix products are computed in bfloat16."""
         self.compiled = False
         """Whether decoder layers, and what follows the head's products, are compiled."""
+        self.batch_invariant = False
+        """Whether a token is computed the same whatever else is computed with it; see `agentrl.models.batch_invariant`."""
         self.separates_rows = False
         """Whether every row has a separate bin, as layers of the model other than attention would mix packed rows."""
         self.has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
@@ -100,7 +102,14 @@ class PackedModel(nn.Module):
     def attention_rows(self, position_ids_R_L: torch.Tensor, row_R_L: torch.Tensor) -> PackedRows:
         """Return packed rows as the model's attention takes them; see `packed_rows`."""
         sinks = self.windows if self.has_sinks else None
-        return packed_rows(position_ids_R_L, row_R_L, self.hf.device, flash=self.autocast, sinks=sinks)
+        return packed_rows(
+            position_ids_R_L,
+            row_R_L,
+            self.hf.device,
+            flash=self.autocast,
+            sinks=sinks,
+            batch_invariant=self.batch_invariant,
+        )
 
     @property
     def _ranks(self) -> int:
@@ -200,7 +209,14 @@ class PolicyModel(PackedModel):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return log-probabilities and entropies; see `token_scores`."""
         head: Any = self.head
-        options = HeadOptions(temperature, entropy, self.logits_chunk, self.compiled, truncation=truncation)
+        options = HeadOptions(
+            temperature,
+            entropy,
+            self.logits_chunk,
+            self.compiled,
+            truncation=truncation,
+            batch_invariant=self.batch_invariant,
+        )
         return token_scores(hidden_N_H, head.weight, head.bias, targets_N, options)
 
 

@@ -118,6 +118,8 @@ class FsdpRank(BackendRank):
     @property
     @override
     def shares_prefixes(self) -> bool:
+        if self.model.batch_invariant:
+            return False
         return not any(model.separates_rows for model in (self.model, self.reference) if model is not None)
 
     @override

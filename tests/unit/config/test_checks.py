@@ -12,6 +12,10 @@ from agentrl.core.errors import ConfigError
 
 GPU = ["sampler.backend=sglang"]
 CUT = ["sampler.top_p=0.9", "sampler.renormalise=true"]
+INVARIANT = [
+    *("sampler.embedded.batch_invariant=true", "learner.batch_invariant=true", "learner.device=cpu"),
+    *("learner.precision=float32", "learner.threads=1"),
+]
 NGRAM = [*GPU, "sampler.sglang.speculative_algorithm=ngram"]
 EAGLE = [*GPU, "sampler.sglang.speculative_algorithm=EAGLE"]
 ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
@@ -55,6 +59,8 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
     "settings",
     [
         ["weights.dtype=bfloat16"],
+        INVARIANT,
+        ["sampler.embedded.batch_invariant=true"],
         ["weights.check=checksum", *GPU],
         ["weights.pause=in_place", "weights.prefix_cache=by_version", *GPU],
         ["weights.pause=in_place"],
@@ -86,6 +92,17 @@ def test_ways_that_are_open(settings: list[str]) -> None:
         ([*CUT, "algo.old_logprobs=sampler"], r"set algo\.old_logprobs=learner"),
         ([*CUT, "algo.correction.rollout_is=token"], r"set algo\.correction\.rollout_is=none"),
         ([*CUT, "algo.kl_coef=0.1"], r"set algo\.kl_coef=0"),
+        (
+            [*INVARIANT[1:]],
+            r"learner\.batch_invariant=true without sampler\.embedded\.batch_invariant=true: .* set both",
+        ),
+        ([*INVARIANT, "sampler.embedded.dtype=bfloat16"], r"set sampler\.embedded\.dtype=float32"),
+        ([*INVARIANT, *GPU], r"set sampler\.backend=embedded"),
+        ([*INVARIANT, "learner.precision=auto"], r"set learner\.precision=float32"),
+        ([*INVARIANT, "learner.device=auto"], r"set learner\.device=cpu"),
+        ([*INVARIANT, "learner.threads=2"], r"set learner\.threads=1"),
+        ([*INVARIANT, "learner.lora={}"], "engines have merged weights"),
+        ([*INVARIANT, "learner.backend=megatron"], r"set learner\.backend=fsdp"),
         (["data.path=rows.jsonl", "tasks.name=multihop"], r"data\.path=rows\.jsonl and tasks\.name=multihop"),
         (["eval.split=x", "eval.path=y"], r"eval\.split=x and eval\.path=y"),
         (

@@ -28,6 +28,10 @@ from agentrl.weight_sync.engines import OtherWeightsError
 
 EXPERTS = {"num_experts": 8}
 FLOAT8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+INVARIANT = {
+    "learner": {"precision": "float32", "batch_invariant": True, "device": "cpu", "threads": 1},
+    "sampler": {"embedded": {"batch_invariant": True}},
+}
 SGLANG = {"sampler": {"backend": "sglang"}}
 CACHE = {"sampler": {"backend": "sglang", "sglang": {"kv-cache-dtype": "fp8_e5m2"}}}
 
@@ -183,6 +187,7 @@ def test_k3_is_that_of_its_formula() -> None:
     [
         ({}, {}, "float32", 1e-4, "float32 weights"),
         ({}, EXPERTS, "float32", 1e-3, "float32 weights and experts"),
+        (INVARIANT, {}, "float32", 0.0, "learner.batch_invariant=true, with which both compute the same bits"),
         ({"learner": {"precision": "bfloat16"}}, {}, "float32", 2e-3, "16-bit weights"),
         ({}, {}, None, 2e-3, "16-bit weights"),
         ({}, EXPERTS, "bfloat16", 2e-2, "16-bit weights and experts"),
