@@ -116,10 +116,10 @@ class WeightsConfig(Section):
 
     transport: str = "tensor"
     """``tensor``: in the HTTP request; ``delta``: likewise, but only what has changed since the last sync; ``disk``: through a
-    folder that both can read; ``distributed``: broadcast from the learner's rank 0 in a ``torch.distributed`` group with the
+    folder that both can read; ``distributed``: broadcast from ranks of the learner in ``torch.distributed`` groups with the
     engines, NCCL on separate GPUs or gloo on a CPU; ``ipc``: CUDA IPC on the GPUs that engines share with the learner
-    (``placement.mode=colocate``, or ``separate`` on a machine with one GPU, which all of them use). For ``delta`` the learner's
-    rank 0 keeps a copy of the weights in the CPU's memory. Or a class of yours: ``FILE.py:Class``, ``module:Class`` or an entry
+    (``placement.mode=colocate``, or ``separate`` on a machine with one GPU, which all of them use). For ``delta`` the ranks
+    that send keep a copy of the weights in the CPU's memory. Or a class of yours: ``FILE.py:Class``, ``module:Class`` or an entry
     point of ``agentrl.transports``."""
     adapters: Literal["merged", "only"] = "merged"
     """With ``learner.lora``: ``merged`` sends all weights, with the adapters merged; ``only`` sends the adapters, in the HTTP
