@@ -5,9 +5,15 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import TypeAdapter
 
 from agentrl.config.agent import command_files
+from agentrl.config.base import Section
 from agentrl.config.layers import Difference, leaf_texts
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import REDACTED, redact
@@ -110,7 +116,8 @@ _OBJECTS = ("name", "function", "generate", "convert", "player")
 
 
 def recorded_keys(config: Config) -> dict[str, str]:
-    """Return the keys that a run's rollouts are made with, and their values as text; no secrets, and no null.
+    """Return the keys that a run's rollouts are made with, and their values as text; no secrets, and null only where the default
+    is another value.
 
     A checksum of each file of code that a key names is ``code of KEY``, of each module of the project that it imports ``code of
     FILE``, and that of a chat template ``content of KEY``. The distribution of a plugin and its version are ``code of KEY`` too.
@@ -123,6 +130,9 @@ def recorded_keys(config: Config) -> dict[str, str]:
         and REDACTED not in text
         and not key.endswith(_ADDRESS)
     }
+    for key in default_texts():
+        if key not in texts and _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED)):
+            keys[key] = "null"  # else it would count as a key that did not exist yet
     keys["sources"] = ", ".join(config.sources) or "none"
     tools = {f"tools.{name}": name for name in config.tools}
     return keys | dict(_checksums(keys | tools))
@@ -167,10 +177,79 @@ def file_checksum(path: Path) -> str:
 
 
 def changed_keys(recorded: Mapping[str, str], keys: Mapping[str, str], kinds: Sequence[str]) -> list[Difference]:
-    """Return the keys of ``kinds``, such as `FIXED`, that have another value than what was recorded."""
+    """Return the keys of ``kinds``, such as `FIXED`, that have another value than what was recorded.
+
+    A key that was not recorded had its default: it may not have existed then.
+    """
     names = [*keys, *(key for key in recorded if key not in keys)]
-    pairs = [Difference(key, recorded.get(key, "null"), keys.get(key, "null")) for key in names]
-    return [pair for pair in pairs if pair.before != pair.after and _is_among(pair.key, kinds)]
+    pairs = [Difference(key, recorded_value(recorded, key), keys.get(key, "null")) for key in names]
+    return [
+        pair
+        for pair in pairs
+        if pair.before != pair.after
+        and _is_among(pair.key, kinds)
+        and (pair.after != "null" or pair.key in recorded)  # older runs have not recorded null
+    ]
+
+
+def recorded_value(recorded: Mapping[str, str], key: str) -> str:
+    """Return the recorded value of a key as text; that of a key that was not recorded is its default."""
+    if key in recorded:
+        return recorded[key]
+    return default_texts().get(key) or _default_in_section(recorded, key)
+
+
+@cache
+def default_texts() -> dict[str, str]:
+    """Return the defaults of keys as text, as `leaf_texts`."""
+    return leaf_texts(Config().model_dump(mode="json"))
+
+
+def _default_in_section(recorded: Mapping[str, str], key: str) -> str:
+    """Return the default of a key below an optional section, or one with a name of the user's, that was recorded; else null.
+
+    Sources record the keys alone that they set.
+    """
+    section_type: Any = Config
+    names = key.split(".")
+    for at, name in enumerate(names):
+        sections = [member for member in _members(section_type) if issubclass(member, Section)]
+        fields = [
+            field
+            for section in sections
+            for field_name, field in section.model_fields.items()
+            if name in (field_name, field.alias)
+        ]
+        if sections and (not fields or (at and not _is_recorded(recorded, names[:at]))):
+            return "null"
+        if sections and at == len(names) - 1:
+            default = fields[0].get_default(call_default_factory=True)
+            value = TypeAdapter(fields[0].annotation).dump_python(default, mode="json")
+            return leaf_texts({name: value}).get(name, "null")
+        section_type = fields[0].annotation if sections else _value_type(section_type)
+    return "null"
+
+
+def _is_recorded(recorded: Mapping[str, str], names: Sequence[str]) -> bool:
+    prefix = ".".join(names)
+    return names[0] != "sources" and any(key.startswith(f"{prefix}.") for key in (*recorded, *default_texts()))
+
+
+def _members(annotation: Any) -> Iterator[type]:
+    """Yield the classes of a type: those of a union, without annotations."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    elif isinstance(annotation, type):
+        yield annotation
+
+
+def _value_type(annotation: Any) -> Any:
+    """Return the type of a mapping's values; None for other types."""
+    return get_args(annotation)[1] if get_origin(annotation) is dict else None
 
 
 def check_fixed(recorded: Mapping[str, str], keys: Mapping[str, str], folder: Path) -> None:

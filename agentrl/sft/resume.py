@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl.config.layers import leaf_texts
+from agentrl.config.layers import Difference, leaf_texts
+from agentrl.config.recorded import default_texts, recorded_value
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.core.errors import ConfigError
@@ -43,7 +44,8 @@ def resume_command(folder: Path) -> str:
 def sft_keys(config: Config, content: str) -> dict[str, str]:
     """Return the keys that decide what a run trains, and their values as text, with the checksum of its chats."""
     texts = leaf_texts(redact(config.model_dump(mode="json", include={*_SECTIONS})))
-    keys = {key: text for key, text in texts.items() if key not in _FREE}
+    nulls = {key: "null" for key in default_texts() if key not in texts and key.partition(".")[0] in _SECTIONS}
+    keys = {key: text for key, text in (nulls | texts).items() if key not in _FREE}
     return keys | {"content of data.path": content}
 
 
@@ -56,10 +58,11 @@ def check_resumed(checkpoint: Path, keys: Mapping[str, str]) -> None:
     """
     recorded = read_state(checkpoint)["keys"]
     names = dict.fromkeys([*keys, *recorded])
+    pairs = [Difference(name, recorded_value(recorded, name), keys.get(name, "null")) for name in names]
     changes = [
-        f"  {name}: {recorded.get(name, 'null')} -> {keys.get(name, 'null')}"
-        for name in names
-        if recorded.get(name, "null") != keys.get(name, "null")
+        f"  {pair.key}: {pair.before} -> {pair.after}"
+        for pair in pairs
+        if pair.before != pair.after and (pair.after != "null" or pair.key in recorded)
     ]
     if changes:
         raise ConfigError(
