@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Export the policies of a checkpoint."""
-    from agentrl.evaluation.checkpoint_model import checkpoint_model
+    from agentrl.evaluation.checkpoint_model import exported_model
     from agentrl.models.export import check_free, export_model
 
-    source = Path(checkpoint_model(arguments.source))
+    source = Path(exported_model(arguments.source))
     if not source.is_dir():
         raise ConfigError(f"{arguments.source} is no folder of a run or of a checkpoint")
     check_free(arguments.out)

@@ -24,6 +24,7 @@ from agentrl.inference.launch.launcher import EngineSpec, Launcher, LocalLaunche
 from agentrl.learner.base import CriticGroup, LearnerGroup
 from agentrl.learner.checkpoints import CRITIC
 from agentrl.models.reference_policy import resolve_critic, resolve_reference
+from agentrl.models.sharded_weights import is_sharded
 
 
 @dataclass(slots=True)
@@ -165,8 +166,10 @@ class RunCluster:
         config, checkpoint = self.config, self.checkpoint
         critic = resolve_critic(config.algo, self.model)
         if critic is not None and checkpoint is not None:
-            critic = checkpoint / CRITIC / "model"
-            if not critic.is_dir():
+            saved_critic = checkpoint / CRITIC / "model"
+            if not is_sharded(saved_critic):
+                critic = saved_critic
+            if not saved_critic.is_dir():
                 raise ConfigError(
                     f"algo.advantage.name={config.algo.advantage.name}: {checkpoint} has no critic; start a new run with "
                     f"model.path={checkpoint / 'model'}"

@@ -176,6 +176,10 @@ class LearnerConfig(Section):
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Options of Megatron-Core, for ``backend=megatron``: fields of its ``TransformerConfig``, ``OptimizerConfig`` and
     ``DistributedDataParallelConfig``, such as ``tensor_model_parallel_size``."""
+    save_hf: Literal["auto"] | bool = "auto"
+    """Whether checkpoints have a Hugging Face folder of the weights, which engines and other programs load. Without it each rank
+    writes files of its own (``torch.distributed.checkpoint``), with LoRA the adapters alone, and ``agentrl export`` makes the
+    folder. ``auto``: only models of up to 50 billion parameters have it. docs/reference/checkpoints.md."""
     start_timeout_s: Seconds = 300.0
     """Seconds until the ranks must have loaded the model."""
     step_timeout_s: Seconds = 1800.0

@@ -5,6 +5,7 @@ Legend: ``N`` tokens of a micro-batch that are scored, ``S`` sequences of the gl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -31,6 +32,9 @@ from agentrl.learner.step_metrics import StepMetrics
 from agentrl.models.engine_float8 import EngineFloat8, read_engine_float8
 from agentrl.models.learning_rates import resolve_optimizer
 from agentrl.models.weight_files import WeightFiles, float32_weights
+
+LARGE_MODEL = 50_000_000_000
+"""Parameters of a model, above which ``learner.save_hf=auto`` writes no Hugging Face folder."""
 
 
 def _config_of_role(options: RankOptions) -> LearnerConfig:
@@ -282,6 +286,13 @@ class BackendRank(LearnerRank, ABC):
             raise LearnerError("the learner sleeps: its weights are on the CPU; wake it first")
 
     # Checkpoints
+
+    @property
+    def saves_hf(self) -> bool:
+        """Whether checkpoints have a Hugging Face folder of the weights; see `LearnerConfig.save_hf`."""
+        if self.config.save_hf != "auto":
+            return self.config.save_hf
+        return sum(math.prod(spec.shape) for spec in self.specs()) <= LARGE_MODEL
 
     @override
     @torch.no_grad()

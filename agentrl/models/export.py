@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,8 @@ from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.engine_float8 import KEPT_KEY
 from agentrl.models.load import as_dtype
 from agentrl.models.peft_folder import layer_names, read_peft
-from agentrl.models.weight_files import FLOATS, INDEX, WeightFiles, float32_weights
+from agentrl.models.sharded_weights import POLICIES, Weights, is_sharded, sharded_weights
+from agentrl.models.weight_files import FLOATS, INDEX, WeightFiles, float32_weights, is_always_float32
 from agentrl.models.weight_writer import FILE_BYTES, WeightWriter
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def export_model(
     """Write the model in ``source`` to ``out``, with its tokenizer. One weight at a time is in memory.
 
     Args:
-        source: a Hugging Face folder with safetensors files.
+        source: a Hugging Face folder with safetensors files, or ``model/`` of a checkpoint without them; see `sharded_weights`.
         out: does not exist, or is empty.
         dtype: of the written weights; integers and `float32_weights` keep theirs.
         file_bytes: of weights in a file.
@@ -75,13 +77,19 @@ def export_model(
 
     Raises:
         ConfigError: ``out`` holds files.
+        CheckpointError: sharded weights are damaged.
         ModelError: the folder has no weights, or they cannot be read; no such dtype; the adapters are of another model.
     """
     as_dtype(dtype)
     check_free(out)
-    files = WeightFiles(source, "export")
-    specs = files.specs()
-    unchanged = float32_weights(specs)
+    parts: Sequence[Weights] = [WeightFiles(source, "export")]
+    unchanged = float32_weights(parts[0].specs())
+    if is_sharded(source):
+        parts = sharded_weights(source.parent)
+        adapters = adapters or _only_adapters(source.parent)
+        unchanged = frozenset(spec.name for part in parts for spec in part.specs() if is_always_float32(spec.name))
+    weights = {spec.name: part for part in parts for spec in part.specs()}
+    specs = [spec for part in parts for spec in part.specs()]
     specs = [
         replace(spec, dtype=dtype) if spec.dtype in FLOATS and spec.name not in unchanged else spec for spec in specs
     ]
@@ -96,11 +104,17 @@ def export_model(
     writer = WeightWriter(out, specs, file_bytes)
     writer.create()
     for spec in specs:
-        weight = files.read(spec.name, ())
+        weight = weights[spec.name].read(spec.name, ())
         weight = weight if adapters_to_merge is None else adapters_to_merge.merge(spec.name, weight)
         writer.write(spec.name, weight.to(as_dtype(spec.dtype)))
     copy_other_files(source, out)
     write_config(source, out, dtype)
+
+
+def _only_adapters(checkpoint: Path) -> Path | None:
+    """Return the adapters of a checkpoint of one policy; None without LoRA."""
+    folders = [path for path in (checkpoint / POLICIES).glob("*") if path.is_dir()]
+    return folders[0] if len(folders) == 1 else None
 
 
 def write_config(source: Path, out: Path, dtype: str) -> None:

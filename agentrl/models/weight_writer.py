@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Sequence
@@ -50,6 +52,7 @@ class WeightWriter:
         names = [f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" for at in range(len(files))]
         self._files = dict(zip(names if len(files) > 1 else [single], files, strict=True))
         self._headers = {name: _header(file) for name, file in self._files.items()}
+        self._shapes = {spec.name: tuple(spec.shape) for spec in specs}
         self._locations: dict[str, _Location] = {}
         for name, file in self._files.items():
             begin = len(self._headers[name])
@@ -71,22 +74,40 @@ class WeightWriter:
             }
             (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
-    def write(self, name: str, rows: torch.Tensor, first: int = 0) -> None:
-        """Write rows of a weight, from row ``first`` on, or the whole of one without dimensions. On the CPU."""
+    def write(self, name: str, weight: torch.Tensor) -> None:
+        """Write a whole weight, from the CPU."""
+        self.write_part(name, weight, (0,) * weight.ndim)
+
+    def write_part(self, name: str, part: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Write a part of a weight, from the index ``offsets`` on, from the CPU; adjacent numbers with one system call."""
         import torch
 
-        data = rows.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        location = self._locations[name]
-        at = location.begin + (first * (len(data) // len(rows)) if rows.ndim and len(rows) else 0)
+        location, shape = self._locations[name], self._shapes[name]
+        data = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        if not data:
+            return
+        adjacent = part.ndim  # dimensions up to this one are divided into calls
+        while adjacent and part.shape[adjacent - 1 :] == shape[adjacent - 1 :]:
+            adjacent -= 1
+        adjacent = max(adjacent - 1, 0)
+        strides = [math.prod(shape[dimension + 1 :]) * part.element_size() for dimension in range(part.ndim)]
+        begin = location.begin + sum(map(operator.mul, offsets, strides))
+        size = math.prod(part.shape[adjacent:]) * part.element_size()
         path = self._folder / location.file
         handle = os.open(path, os.O_WRONLY)
         try:
             with names_file(path):
-                while data:
-                    written = os.pwrite(handle, data, at)
-                    data, at = data[written:], at + written
+                for number, index in enumerate(itertools.product(*map(range, part.shape[:adjacent]))):
+                    at = begin + sum(map(operator.mul, index, strides))
+                    _write_at(handle, data[number * size : (number + 1) * size], at)
         finally:
             os.close(handle)
+
+
+def _write_at(handle: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(handle, data, at)
+        data, at = data[written:], at + written
 
 
 def _divide(specs: Sequence[TensorSpec], file_bytes: int) -> list[list[TensorSpec]]:

@@ -26,6 +26,7 @@ _FREE = (
     "learner.recompute",
     "learner.compile",
     "learner.cpu_offload",
+    "learner.save_hf",
     "sft.workers",
     "sft.minutes",
     "sft.eval_every",

@@ -31,6 +31,7 @@ from agentrl.learner.device import gpu_bytes, resolve_device
 from agentrl.models.learning_rates import with_rates
 from agentrl.models.reference_policy import pin_frozen, pin_reference, resolve_critic
 from agentrl.models.resolve import resolve_model
+from agentrl.models.sharded_weights import is_sharded
 from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
@@ -184,8 +185,11 @@ def initial_policy(
         return with_rates(config, base, resolve_critic(config.algo, base)), initial, warm
     if checkpoint is None and warm is not None:
         print_message(console, f"warm start {initial}, made before")
-    # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model.
-    model = checkpoint / "model" if checkpoint and config.learner.lora is None else initial
+    # With LoRA a checkpoint's model has merged weights, and the learner needs those of the base model. Without weights in it,
+    # learner and engines begin with the initial ones, until the learner has loaded the checkpoint and sends its weights.
+    model = initial
+    if checkpoint and config.learner.lora is None and not is_sharded(checkpoint / "model"):
+        model = checkpoint / "model"
     return with_rates(config, model, resolve_critic(config.algo, model)), model, None
 
 

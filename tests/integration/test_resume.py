@@ -63,6 +63,7 @@ def start(cwd: Path, services: Services, *words: str) -> Running:
     """Start a run in a new folder under ``runs/``."""
     cwd.mkdir()
     joined = [f"sampler.url={services.engine()}", f"tools.search.url={services.search()}", *ONE_THREAD]
+    joined.append("learner.save_hf=false")  # it resumes from weights that engines cannot load
     return Running("train", "--env", "search_r1", *OVERRIDES, *joined, *words, cwd=cwd, target=IN_PROCESS_LEARNER)
 
 

@@ -4,43 +4,41 @@
 
     folder/
       model/         Hugging Face folder: float32 safetensors, configuration, the tokenizer's files
+      weights/       float32 weights, torch.distributed.checkpoint; model/ has none then, see `BackendRank.saves_hf`
+      draft_layers/  then, weights of multi-token prediction in the folder that the rank was loaded from
       optimizer/     torch.distributed.checkpoint; absent before the first step
-      adapters/      LoRA adapters, likewise; model/ then has merged weights, of policies with names those of the base model
+      adapters/      LoRA adapters, likewise; model/ then has merged weights, of policies with names those of the base model,
+                     and without weights in model/ there is no weights/ either
       reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
       policies/      with LoRA, a PEFT folder for each policy: adapter_model.safetensors, adapter_config.json
-  learner.json   finished steps by policy, optimizer, number of ranks, LoRA's rank and alpha, shapes of weights, frozen ones
+  learner.json   finished steps by policy, optimizer, number of ranks, LoRA's rank and alpha, folder of its base model, shapes of
+                 weights, frozen ones
 
 Every rank writes and reads its shards alone. A checkpoint loads on any number of ranks.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
-from agentrl.core.errors import CheckpointError, LearnerError
+from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
@@ -50,9 +48,11 @@ from agentrl.learner.fsdp.sharding import is_replica
 from agentrl.learner.fsdp.weights import LORA_KEY, fill, is_adapted, local, named_tensors, shard_slices
 from agentrl.learner.optimizer_states import OptimizerStates
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
+from agentrl.learner.sharded_files import Box, TensorBoxes, flat_boxes, load_sharded, save_sharded
 from agentrl.models.export import copy_other_files
 from agentrl.models.hub_tensors import HubTensor
 from agentrl.models.peft_folder import ADAPTERS, write_peft_config
+from agentrl.models.sharded_weights import WEIGHTS
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import DraftLayers, WeightWriter
 
@@ -80,13 +80,18 @@ class SavedRank(Protocol):
     merged: MergedWeights
     """The weights of `model`, with LoRA adapters merged."""
 
+    @property
+    def saves_hf(self) -> bool:
+        """Whether checkpoints have a Hugging Face folder of the weights."""
+
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the state on the CPU, in a copy that optimizer steps do not change."""
 
 
 def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
     """Yield the tensors of a checkpoint."""
-    yield from named_tensors(rank.model.hf).values()
+    if rank.saves_hf or not rank.merged.adapters:
+        yield from named_tensors(rank.model.hf).values()
     yield from rank.merged.adapters.values()
     for optimizer in rank.optimizers.values():
         yield from (t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor))
@@ -95,47 +100,65 @@ def saved_tensors(rank: SavedRank) -> Iterator[torch.Tensor]:
 
 def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     """Begin to write the copies of `saved_tensors` into ``folder``; return when this rank is done, as a future. Collective."""
-    weights = named_tensors(rank.model.hf)
-    tensors = rank.merged.tensors.values()
-    specs = [TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape) for tensor in tensors]
+    weights, tensors = named_tensors(rank.model.hf), rank.merged.tensors.values()
     layers = getattr(rank.model.hf.config.get_text_config(), "num_hidden_layers", sys.maxsize)
     drafts = None if rank.name == "critic" else DraftLayers(rank.model_folder, layers, "model.path")
-    writer = WeightWriter(folder / "model", [*specs, *(drafts.specs if drafts else ())])
+    writer = None
+    if rank.saves_hf:
+        specs = [
+            TensorSpec(tensor.name, tensor_spec("", weights[tensor.weight]).dtype, tensor.shape) for tensor in tensors
+        ]
+        writer = WeightWriter(folder / "model", [*specs, *(drafts.specs if drafts else ())])
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         with names_file(folder):
             (folder / "random").mkdir(parents=True)
             (folder / "model").mkdir()
             _copy_files(rank, folder / "model")
-            writer.create()
+            if writer is not None:
+                writer.create()
             (folder / "learner.json").write_text(json.dumps(_description(rank), indent=1), encoding="utf-8")
-    stepped = [name for name, optimizer in rank.optimizers.items() if optimizer.state]
-    sharded = {"optimizer": _optimizer_states(rank, stepped)} if stepped else {}
-    if reference := _reference(rank):
-        sharded["reference"] = reference
-    if rank.merged.adapters:
-        sharded["adapters"] = dict(rank.merged.adapters)
-    sharded = tree_map_only(torch.Tensor, rank.cpu_copy, sharded)
-    merged = {name: rank.merged.get(name, rank.cpu_copy) for name in rank.merged.base}
-    staged = {name: rank.cpu_copy(tensor) for name, tensor in weights.items() if name not in merged} | merged
+    sharded = _sharded_state(rank)
+    staged: dict[str, torch.Tensor] = {}
+    if writer is not None or not rank.merged.adapters:
+        merged = {name: rank.merged.get(name, rank.cpu_copy) for name in rank.merged.base}
+        staged = {name: rank.cpu_copy(tensor) for name, tensor in weights.items() if name not in merged} | merged
+    if writer is None and staged:
+        sharded[WEIGHTS] = _weight_boxes(tensors, staged)
     adapters = _begin_policies(rank, folder / "policies")
     states = rank_states(rank.device)
     dist.barrier()
 
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
-            _save_sharded(state, folder / name, rank.writers)
-        for tensor in tensors:
+            save_sharded(state, folder / name, rank.writers)
+        for tensor in tensors if writer is not None else ():
             if _has_shard(weight := staged[tensor.weight]):
-                _write(writer, tensor, weight)
+                for box in _tensor_boxes(tensor, weight):
+                    writer.write_part(tensor.name, box.tensor, box.offsets)
         for adapter_writer, name, weight in adapters:
             if _has_shard(weight):
-                adapter_writer.write(name, local(weight), shard_slices(weight)[0].start)
+                adapter_writer.write_part(name, local(weight), [part.start for part in shard_slices(weight)])
         if drafts is not None and dist.get_rank() == 0:
-            drafts.write(writer)
+            if writer is not None:
+                drafts.write(writer)
+            elif staged:
+                drafts.save(folder)
         save_rank_states(states, folder / "random")
 
     return run_in_daemon_thread(write, "checkpoint")
+
+
+def _sharded_state(rank: SavedRank) -> dict[str, Any]:
+    """Return copies of optimizer states, a reference that has changed, and adapters, by folder."""
+    stepped = [name for name, optimizer in rank.optimizers.items() if optimizer.state]
+    sharded: dict[str, Any] = {"optimizer": _optimizer_states(rank, stepped)} if stepped else {}
+    if reference := _reference(rank):
+        sharded["reference"] = reference
+    if rank.merged.adapters:
+        sharded["adapters"] = dict(rank.merged.adapters)
+    copies: dict[str, Any] = tree_map_only(torch.Tensor, rank.cpu_copy, sharded)
+    return copies
 
 
 def _has_shard(weight: torch.Tensor) -> bool:
@@ -161,44 +184,22 @@ def _begin_policies(rank: SavedRank, folder: Path) -> list[tuple[WeightWriter, s
     return staged
 
 
-class _Files(FileSystem):
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with names_file(Path(path)), super().create_stream(path, mode) as stream:
-            yield stream
-
-
-def _save_sharded(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
-    """Write a state, each rank its shards; fails on all ranks of ``group`` together. Collective.
-
-    Raises:
-        OSError: a rank could not write a file, which is named.
-        LearnerError: a rank failed otherwise.
-    """
-    writer = FileSystemWriter(folder)
-    writer.fs = _Files()
-    try:
-        save(state, storage_writer=writer, process_group=group)
-    except CheckpointException as error:  # no Exception
-        faults = {rank: fault for rank, (fault, _) in error.failures.items()}
-        for fault in faults.values():
-            if isinstance(fault, OSError):
-                raise fault from None
-        rank, fault = next(iter(faults.items()))
-        raise LearnerError(f"{folder} could not be written by rank {rank}: {type(fault).__name__}: {fault}") from error
-
-
-def _write(writer: WeightWriter, tensor: HubTensor, weight: torch.Tensor) -> None:
-    """Write this rank's shard of a tensor that is made of ``weight``."""
+def _tensor_boxes(tensor: HubTensor, weight: torch.Tensor) -> list[Box]:
+    """Return the boxes of a Hugging Face tensor that this rank's shard of ``weight`` has, in the same memory."""
     slices, shard = shard_slices(weight), local(weight)
-    start = slices[0].start if slices else 0
+    if not shard.numel():
+        return []
     if tensor.is_whole:
-        writer.write(tensor.name, shard, start)
-        return
+        return [Box(tuple(part.start for part in slices), shard)]
     lines = shard.flatten(0, -2)
-    shard_lines, tensor_lines = tensor.overlap(start * (len(lines) // len(shard)), len(lines))
-    if shard_lines.start < shard_lines.stop:
-        writer.write(tensor.name, lines[shard_lines], tensor_lines.start)
+    shard_lines, tensor_lines = tensor.overlap(slices[0].start * (len(lines) // len(shard)), len(lines))
+    return [*flat_boxes(tensor.shape, tensor_lines.start * tensor.shape[-1], lines[shard_lines].view(-1))]
+
+
+def _weight_boxes(tensors: Iterable[HubTensor], weights: Mapping[str, torch.Tensor]) -> dict[str, TensorBoxes]:
+    """Return what this rank has of Hugging Face tensors that are made of ``weights``, in the same memory."""
+    boxes = {tensor: _tensor_boxes(tensor, weights[tensor.weight]) for tensor in tensors}
+    return {tensor.name: TensorBoxes(tensor.shape, parts) for tensor, parts in boxes.items() if parts}
 
 
 def load_state(rank: SavedRank, folder: Path) -> None:
@@ -216,7 +217,9 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     try:
         model, key = folder / "model", "checkpoint"
         if rank.merged.adapters:  # model/ has merged weights; the rank has those of the base model
-            load_sharded(dict(rank.merged.adapters), checkpoint_id=folder / "adapters")
+            load_sharded(rank.merged.adapters, folder / "adapters")
+        elif (folder / WEIGHTS).is_dir():
+            load_sharded(_weight_boxes(rank.merged.tensors.values(), named_tensors(rank.model.hf)), folder / WEIGHTS)
         else:
             fill(rank.model.hf, model, WeightFiles(model, key), values=rank.name == "critic", key=key)
         states = _load_optimizers(rank, folder / "optimizer", saved["optimizers"]) if saved["optimizers"] else {}
@@ -256,7 +259,7 @@ def _load_optimizers(rank: SavedRank, folder: Path, names: Sequence[str]) -> dic
     states: dict[str, Any] = tree_map_only(
         torch.Tensor, lambda t: rank.cpu_copy(t) if optimizer_states.holds(t) else t, _optimizer_states(rank, names)
     )
-    load_sharded(states, checkpoint_id=folder)
+    load_sharded(states, folder)
     return states
 
 
@@ -289,6 +292,7 @@ def _description(rank: SavedRank) -> dict[str, Any]:
         "moments": _moments(rank),
         "ranks": dist.get_world_size(),
         "lora": None if lora is None else {"rank": lora.rank, "alpha": lora.alpha},
+        "base": None if lora is None else str(rank.model_folder.absolute()),
         "shapes": {name: list(parameter.shape) for name, parameter in rank.model.hf.named_parameters()},
         "frozen": sorted(name for name, parameter in rank.model.hf.named_parameters() if not parameter.requires_grad),
     }

@@ -6,18 +6,20 @@ Gradients are not divided: the weights of tokens include all denominators.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from agentrl.config.learner import LearnerConfig
@@ -38,8 +40,18 @@ from agentrl.models.freezing import frozen_names
 from agentrl.models.reference_policy import CRITIC_KEY, check_reference
 from agentrl.models.reference_policy import KEY as REFERENCE_KEY
 
-_STATES = "_get_main_param_and_optimizer_states"
-"""Method of distributed optimizers that returns a weight's states on this rank."""
+
+class OptimizerShard(NamedTuple):
+    """Consecutive numbers of a weight that this rank's optimizer changes."""
+
+    parameter: torch.Tensor
+    """The weight."""
+    start: int
+    """Position of the first one in the flattened weight."""
+    weight: torch.Tensor
+    """The numbers in float32."""
+    moments: dict[str, torch.Tensor]
+    """What the optimizer remembers of each, by name, such as ``exp_avg``; empty before the first step."""
 
 
 class Training:
@@ -86,20 +98,37 @@ class Training:
         """Return the groups of parameters of torch's optimizers."""
         return [group for optimizer in self._optimizers() for group in optimizer.optimizer.param_groups]
 
-    def tensors(self, *, gathered: bool = True) -> list[torch.Tensor]:
-        """Return float32 weights, and moments that are not in CPU memory already.
-
-        Args:
-            gathered: whether to include those that a checkpoint gathers from data-parallel ranks, and so copies.
-        """
-        tensors: list[torch.Tensor] = []
+    def shards(self) -> Iterator[OptimizerShard]:
+        """Iterate over what this rank's optimizers change."""
         for optimizer in self._optimizers():
-            if hasattr(optimizer, _STATES) and not gathered:
-                continue
-            tensors += [parameter for group in optimizer.optimizer.param_groups for parameter in group["params"]]
-            for state in optimizer.optimizer.state.values():
-                tensors += [tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.ndim]
+            parameters = _parameters(optimizer)
+            for group in optimizer.optimizer.param_groups:
+                for weight in group["params"]:
+                    parameter, start = parameters[weight]
+                    state = optimizer.optimizer.state.get(weight, {})
+                    moments = {name: moment for name, moment in state.items() if _is_moment(moment)}
+                    yield OptimizerShard(parameter, start, weight.detach(), moments)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return float32 weights, and moments that are not in CPU memory already."""
+        tensors = [tensor for shard in self.shards() for tensor in (shard.weight, *shard.moments.values())]
         return [tensor for tensor in tensors if not self.states.holds(tensor)]
+
+    def allocate_moments(self, names: Sequence[str], step: int) -> None:
+        """Give each shard moments of these names, and the number of finished steps; without names, what a new optimizer has."""
+        for optimizer in self._optimizers():
+            inner = optimizer.optimizer
+            for group in inner.param_groups:
+                for weight in group["params"]:
+                    if not names:
+                        inner.state.pop(weight, None)
+                        continue
+                    state = inner.state.setdefault(weight, {})
+                    device = weight.device if group.get("fused") or group.get("capturable") else "cpu"
+                    state["step"] = torch.tensor(float(step), device=device)
+                    for name in names:
+                        if name not in state:
+                            state[name] = torch.zeros_like(weight, requires_grad=False)
 
     def complete_weights(self) -> None:
         """Get the weights that other data-parallel ranks have updated, if that waits for the next pass. Collective."""
@@ -124,32 +153,12 @@ class Training:
             gradients.zero_()
 
     @contextmanager
-    def reading(self, readable: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-        """Let the optimizers read their states through ``readable`` in the block, for a checkpoint of a rank that sleeps."""
-        readers = [optimizer for optimizer in self._optimizers() if hasattr(optimizer, _STATES)]
-        for optimizer in readers:
-            read = getattr(optimizer, _STATES)
-            setattr(optimizer, _STATES, lambda weight, read=read: {k: readable(t) for k, t in read(weight).items()})
-        try:
-            yield
-        finally:
-            for optimizer in readers:
-                delattr(optimizer, _STATES)
-
-    @contextmanager
     def loading(self) -> Iterator[None]:
         """Have all states on the device in the block, which loads them."""
         self.states.restore()
         yield
         if self.states.offloaded:
             self.states.offload()
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Load a state in Megatron-Core's form. Options of the optimizer stay as configured."""
-        configured = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
-        self.optimizer.load_state_dict(state)
-        for group, options in zip(self._groups(), configured, strict=True):
-            group.update(options)
 
     def begin_pass(self, *, completes: bool) -> None:
         """Choose whether the next pass ends with the reduction of gradients over ranks: only the last pass of an optimizer step.
@@ -185,6 +194,24 @@ class Training:
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
         self.optimizer.step_with_ready_grads()
         return {"train/nonfinite_gradients": 0.0, "train/grad_norm": norm, "train/lr": rate}
+
+
+def _parameters(optimizer: Any) -> dict[torch.Tensor, tuple[torch.Tensor, int]]:
+    """Return the parameter of each weight of a torch optimizer, and the position of the weight's first number in it."""
+    groups = optimizer.optimizer.param_groups
+    if isinstance(optimizer, DistributedOptimizer):
+        return {
+            groups[group]["params"][order]: (parameter, optimizer._get_model_param_range_map(parameter)["param"].start)
+            for parameter, (group, order) in optimizer.model_param_group_index_map.items()
+        }
+    copies = getattr(optimizer, "fp32_from_float16_groups", [])
+    parameters = dict(zip(chain(*copies), chain(*getattr(optimizer, "float16_groups", [])), strict=True))
+    return {weight: (parameters.get(weight, weight), 0) for group in groups for weight in group["params"]}
+
+
+def _is_moment(value: object) -> bool:
+    """Return whether a value of an optimizer's state is of each number of a weight, as opposed to a count of steps."""
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _wait_before_layers(chunk: Any) -> None:

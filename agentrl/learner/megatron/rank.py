@@ -1,19 +1,25 @@
 """One rank of the Megatron-Core learner. The process group must exist before it is constructed.
 
-A checkpoint loads with any tensor, pipeline, expert and data parallel sizes::
+A checkpoint loads with any tensor, pipeline, expert, context and data parallel sizes::
 
     folder/
-      model/         Hugging Face folder: safetensors in the learner's precision, configuration, the tokenizer's files
-      megatron/      Megatron-Core's distributed format (torch_dist): float32 weights and moments, and a changed reference
+      model/         Hugging Face folder: safetensors in the learner's precision, configuration, the tokenizer's files; without
+                     safetensors if not `BackendRank.saves_hf`
+      weights/       float32 weights by Hugging Face name, torch.distributed.checkpoint; frozen ones in the learner's precision
+      draft_layers/  without safetensors in model/: weights of multi-token prediction of the folder that the rank was loaded from
+      optimizer/     moments, likewise; absent before the first step
+      reference/     the reference policy, likewise; only once it differs from that of the start
       random/        one file per rank: torch, CUDA, NumPy and Python states
-      learner.json   finished steps, number of ranks, shapes of weights, frozen weights
+      learner.json   finished steps, number of ranks, shapes of weights, frozen weights, names of moments
+
+Every rank writes the numbers that it has: of float32 weights and moments those that its optimizer changes, see `state`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -22,9 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core import parallel_state
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from agentrl.batch.microbatch import GlobalBatch
@@ -35,24 +40,20 @@ from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores, StreamSource
 from agentrl.learner.device import compiles
-from agentrl.learner.export import plan_buckets
 from agentrl.learner.megatron.cpu import computing_on
-from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles
-from agentrl.learner.megatron.fixes import SHARDING
 from agentrl.learner.megatron.options import learner_options
 from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
 from agentrl.learner.megatron.senders import PartSource, RankPart, rank_parts
-from agentrl.learner.megatron.weights import GatherGroups
+from agentrl.learner.megatron.state import OPTIMIZER, state_to_load, state_to_save
+from agentrl.learner.megatron.weights import GatherGroups, ModelWeights
 from agentrl.learner.random_states import rank_states, restore_rank, save_rank_states
 from agentrl.learner.rank import BackendRank, SequenceRatios, by_row, mask_positions, score_positions
+from agentrl.learner.sharded_files import load_sharded, save_sharded
 from agentrl.learner.step_metrics import StepMetrics
 from agentrl.models.export import copy_other_files
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.weight_writer import DraftLayers, WeightWriter
-
-_BUCKET_BYTES = 256 << 20
-"""Weights that are gathered at a time."""
 
 
 class MegatronRank(BackendRank):
@@ -85,8 +86,6 @@ class MegatronRank(BackendRank):
         self._all_ranks = dist.new_group(backend="gloo")
         self.writers = dist.new_group(backend="gloo")
         """Of the threads that write checkpoints."""
-        self.writer_groups = GatherGroups.with_rank_0()
-        """Of the threads that gather weights for them."""
 
     @override
     def computing(self) -> AbstractContextManager[None]:
@@ -257,38 +256,64 @@ class MegatronRank(BackendRank):
     @override
     def _saved_state(self) -> list[torch.Tensor]:
         reference = self.reference.tensors() if self.reference is not None and self.reference_changed else []
-        return [*self.trained.tensors(), *reference, *self.training.tensors(gathered=False)]
+        weights = [tensor for tensor in self.trained.tensors() if self.saves_hf or not tensor.requires_grad]
+        return [*weights, *reference, *self.training.tensors()]
 
     @override
     def _start_saving(self, folder: Path) -> Future[None]:
-        model = self.trained.model
+        model, weights = self.trained.model, self.trained.weights
         drafts = None if model.values else DraftLayers(self.model_folder, model.config.num_layers, "model.path")
-        writer = WeightWriter(folder / "model", [*self.trained.weights.specs(), *(drafts.specs if drafts else ())])
-        first = dist.get_rank() == 0
+        writer = None
+        if self.saves_hf:
+            writer = WeightWriter(folder / "model", [*weights.specs(), *(drafts.specs if drafts else ())])
+        moments, first = self._moment_names(), dist.get_rank() == 0
         if first:
             shutil.rmtree(folder, ignore_errors=True)
             with names_file(folder):
-                for name in ("model", "megatron", "random"):
+                for name in ("model", "random"):
                     (folder / name).mkdir(parents=True)
                 copy_other_files(self.model_folder, folder / "model")
                 _copy_config(self, folder / "model")
-                writer.create()
-                (folder / "learner.json").write_text(json.dumps(_description(self), indent=1), encoding="utf-8")
-        dist.barrier()
-        with self.training.reading(self.readable):
-            state = _sharded_state(self, loading=False)
-        dict_list_map_inplace(lambda shard: _move_to_cpu(shard, self.cpu_copy), state)
-        files = ShardedFiles(state, folder / "megatron")
+                if writer is not None:
+                    writer.create()
+                (folder / "learner.json").write_text(
+                    json.dumps(_description(self) | {"moments": moments}, indent=1), encoding="utf-8"
+                )
+        state = state_to_save(weights, self.training, self._changed_reference(), self.cpu_copy)
+        if not moments:
+            del state[OPTIMIZER]
+        parts = [
+            (weight_slice, self.cpu_copy(weight.tensor)[weight_slice.local_index])
+            for weight in (weights.to_write() if writer is not None else ())
+            for weight_slice in weight.slices
+        ]
         states = rank_states(self.device)
+        dist.barrier()
 
         def write() -> None:
-            files.write(self.writers)
-            _write_model(self, writer)
+            for name, tensors in state.items():  # first: it fails on all ranks together
+                save_sharded(tensors, folder / name, self.writers)
+            for weight_slice, part in parts if writer is not None else ():
+                offsets = [place.start or 0 for place in weight_slice.hf_slices]
+                writer.write_part(weight_slice.tensor.name, part, offsets)
             if drafts is not None and first:
-                drafts.write(writer)
+                if writer is None:
+                    drafts.save(folder)
+                else:
+                    drafts.write(writer)
             save_rank_states(states, folder / "random")
 
         return run_in_daemon_thread(write, "checkpoint")
+
+    def _moment_names(self) -> list[str]:
+        """Return the names of the optimizer's moments, also those that only other ranks have. Collective."""
+        names: list[Any] = [None] * dist.get_world_size()
+        own = {name for shard in self.training.shards() for name in shard.moments}
+        dist.all_gather_object(names, own, group=self._all_ranks)
+        return sorted(set().union(*names))
+
+    def _changed_reference(self) -> ModelWeights | None:
+        return self.reference.weights if self.reference is not None and self.reference_changed else None
 
     @override
     def _load(self, folder: Path) -> None:
@@ -298,66 +323,28 @@ class MegatronRank(BackendRank):
             if description[key] != expected[key]:
                 name = min(name for name, _ in {*_items(description[key])} ^ {*_items(expected[key])})
                 raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
+        self.step = int(description["step"])
         self.reference_changed = self.reference is not None and description["reference"]
         with self.training.loading():
-            self._load_state(folder)
-        self.step = int(description["step"])
+            self._load_state(folder, description["moments"])
         restore_rank(folder / "random" / f"rank_{dist.get_rank():05d}.pt", self.device)
 
-    def _load_state(self, folder: Path) -> None:
-        state = _sharded_state(self, loading=True)
+    def _load_state(self, folder: Path, moments: Sequence[str]) -> None:
+        self.training.allocate_moments(moments, self.step)
+        state = state_to_load(self.trained.weights, self.training, self._changed_reference())
         try:
-            loaded = dist_checkpointing.load(state, str(folder / "megatron"))
-        except Exception as error:
+            for name, tensors in state.items():
+                if name != OPTIMIZER or moments:
+                    load_sharded(tensors, folder / name, self.writers)
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             words = str(error).strip().splitlines() or ["no message"]
             raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {words[-1]}") from error
-        for number, chunk in enumerate(self.trained.model.chunks):
-            chunk.load_state_dict(loaded[f"model{number}"])
-            if self.reference is not None and self.reference_changed:
-                self.reference.model.chunks[number].load_state_dict(loaded[f"reference{number}"])
-        self.training.load(loaded["optimizer"])
 
     @override
     def close(self) -> None:
         wait([self._writing])
         parallel_state.destroy_model_parallel()
         super().close()
-
-
-def _write_model(rank: MegatronRank, writer: WeightWriter) -> None:
-    """Gather the weights on rank 0, which writes them."""
-    groups = rank.writer_groups
-    if all(dist.get_rank(group) < 0 for group in (groups.layers, groups.experts)):
-        return
-    fault: OSError | None = None
-    for bucket_plan in plan_buckets(rank.trained.weights.specs(), _BUCKET_BYTES):
-        into = [(spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))) for spec in bucket_plan.specs]
-        rank.trained.weights.gather(into, groups, rank.cpu_copy)
-        if dist.get_rank() == 0 and fault is None:
-            try:
-                for name, tensor in into:
-                    writer.write(name, tensor)
-            except OSError as error:
-                fault = error  # other ranks still send their weights
-    if fault is not None:
-        raise fault
-
-
-def _sharded_state(rank: MegatronRank, *, loading: bool) -> dict[str, Any]:
-    """Return the state in Megatron-Core's sharded form."""
-    chunks = rank.trained.model.chunks
-    state = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
-    optimizer = rank.training.optimizer.sharded_state_dict(state, is_loading=loading, metadata=SHARDING)
-    if rank.reference is not None and rank.reference_changed:
-        for number, chunk in enumerate(rank.reference.model.chunks):
-            state[f"reference{number}"] = chunk.sharded_state_dict(prefix="reference.")
-    return state | {"optimizer": optimizer}
-
-
-def _move_to_cpu(shard: Any, cpu_copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(shard, ShardedTensor | ShardedTensorFactory) and isinstance(shard.data, torch.Tensor):
-        shard.data = cpu_copy(shard.data)
-    return shard
 
 
 def _copy_config(rank: MegatronRank, folder: Path) -> None:
@@ -387,6 +374,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
             "shapes": dict(description["shapes"]),
             "frozen": list(description["frozen"]),
             "reference": bool(description["reference"]),
+            "moments": [str(name) for name in description["moments"]],
         }
 
 

@@ -62,14 +62,6 @@ class GatherGroups:
             parallel_state.get_model_parallel_group(), parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         )
 
-    @classmethod
-    def with_rank_0(cls) -> GatherGroups:
-        """Create the groups in which rank 0 gathers weights on CPUs, for a separate thread. Collective."""
-        device_groups = cls.model_parallel()
-        ranks = [dist.get_process_group_ranks(group) for group in (device_groups.layers, device_groups.experts)]
-        dist.broadcast_object_list(ranks, src=0)
-        return cls(*(dist.new_group(group_ranks, backend="gloo") for group_ranks in ranks))
-
 
 class ModelWeights:
     """The weights of a model by Hugging Face name."""
@@ -98,6 +90,28 @@ class ModelWeights:
     def names_on_rank(self) -> frozenset[str]:
         """Return the names of weights of which this rank sends slices when they are gathered."""
         return frozenset(self._slices)
+
+    def to_write(self) -> Iterator[RankWeight]:
+        """Iterate over the weights that this rank writes: of ranks with the same one, one does, and all write about as much."""
+        replicas = {
+            False: (
+                parallel_state.get_data_parallel_rank(with_context_parallel=True),
+                parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+            ),
+            True: (
+                parallel_state.get_expert_data_parallel_rank(),
+                parallel_state.get_expert_data_parallel_world_size(),
+            ),
+        }
+        # Experts have other replicas than the rest, so their sizes are added up for themselves.
+        sizes = {is_expert: [0] * count for is_expert, (_, count) in replicas.items()}
+        for weight in filter(lambda weight: weight.sends, self.rank_weights):
+            is_expert = weight.slices[0].tensor.name in self._expert_names
+            rank_sizes = sizes[is_expert]
+            writer = rank_sizes.index(min(rank_sizes))
+            rank_sizes[writer] += weight.tensor.nbytes
+            if writer == replicas[is_expert][0]:
+                yield weight
 
     def full_tensors(self) -> Iterator[Pair]:
         """Iterate over the weights of this rank, one tensor at a time. Only without tensor and expert parallelism."""

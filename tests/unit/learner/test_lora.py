@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.load import validate
 from agentrl.config.recorded import check_fixed, recorded_keys
 from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.learner.fsdp.weights import is_adapter
+from agentrl.models.export import export_model
 from tests.algo_config import make_algo
 from tests.requires import requires
 from tests.unit.learner.learners import make_batch, models, tensors
@@ -182,6 +184,30 @@ def test_adapters_of_an_earlier_step_that_are_the_reference_are_in_checkpoints(h
     learner.load(tmp_path / "later")
     assert_close(learner.logprobs(batch, "reference"), expected)
     assert learner.train_step(batch) == straight
+
+
+def test_a_checkpoint_of_adapters_alone_is_exported_with_its_base_model_and_continues(learners, tmp_path, model):
+    """Without a Hugging Face folder (``learner.save_hf=false``) a checkpoint has no weights of the base model."""
+    steps = {}
+    for save_hf in (True, False):
+        learner = learners.open(lora={"rank": 4, "alpha": 8}, save_hf=save_hf)
+        learner.train_step(make_batch(LENGTHS))
+        checkpoint = tmp_path / f"{save_hf}"
+        learner.save(checkpoint)
+        learner.finish_save()
+        export_model(checkpoint / "model", tmp_path / f"exported {save_hf}", "float32")
+        learner = learners.open(lora={"rank": 4, "alpha": 8}, save_hf=save_hf)
+        learner.load(checkpoint)
+        steps[save_hf] = learner.train_step(make_batch(LENGTHS, seed=1))
+    whole, exported = (load_file(tmp_path / f"exported {kind}" / "model.safetensors") for kind in (True, False))
+    assert whole.keys() == exported.keys()
+    assert all(torch.equal(weight, exported[name]) for name, weight in whole.items())
+    assert any(not torch.equal(weight, whole[name]) for name, weight in load_file(model / "model.safetensors").items())
+    assert steps[True] == steps[False]
+    assert {path.name for path in (tmp_path / "False").iterdir()} == {
+        "adapters", "learner.json", "model", "optimizer", "policies", "random",
+    }  # fmt: skip
+    assert not [*(tmp_path / "False" / "model").glob("*.safetensors")]
 
 
 @pytest.mark.parametrize(

@@ -51,14 +51,17 @@ def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -
         "b": torch.tensor(3, dtype=torch.int64),
         "c": torch.zeros(0, 4),
         "d": torch.arange(6).to(torch.bfloat16),
+        "e": torch.arange(60, dtype=torch.int16).view(4, 3, 5),
     }
     writer = WeightWriter(tmp_path, [tensor_spec(*item) for item in tensors.items()])
     writer.create()
-    writer.write("d", tensors["d"][4:], 4)
-    writer.write("a", tensors["a"][3:], 3)
-    writer.write("b", tensors["b"])
-    writer.write("a", tensors["a"][:3])
-    writer.write("d", tensors["d"][:4])
+    for name, offsets, sizes in [
+        ("d", (4,), (2,)), ("a", (3, 0), (4, 5)), ("b", (), ()), ("e", (1, 1, 0), (3, 2, 5)), ("a", (0, 2), (3, 3)),
+        ("d", (0,), (4,)), ("e", (0, 0, 0), (1, 3, 5)), ("e", (1, 0, 0), (3, 1, 2)), ("a", (0, 0), (3, 2)),
+        ("e", (1, 0, 2), (3, 1, 3)), ("c", (0, 0), (0, 4)),
+    ]:  # fmt: skip
+        part = tensors[name][tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))]
+        writer.write_part(name, part, offsets)
     weights = load_file(tmp_path / "model.safetensors")
     assert weights.keys() == tensors.keys()
     assert all(torch.equal(weights[name], tensor) for name, tensor in tensors.items())

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
 
 from agentrl.core.errors import ConfigError, LearnerError, ModelError
@@ -22,8 +21,13 @@ from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.learner.megatron import senders as megatron_senders
 from agentrl.learner.megatron.convert import convert
 from agentrl.learner.megatron.cpu import computing_on as computing_on
-from agentrl.learner.megatron.distributed_checkpoint import ShardedFiles, is_distributed_checkpoint
-from agentrl.learner.megatron.fixes import SHARDING
+from agentrl.learner.megatron.distributed_checkpoint import (
+    ShardedFiles,
+    is_distributed_checkpoint,
+    load_distributed,
+    save_distributed,
+    sharded_weights,
+)
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.model import MegatronModel, build_model, local_tokens, packed_tokens
 from agentrl.learner.megatron.policies import Training
@@ -175,20 +179,6 @@ def _router_norms(
     return norms | {"expected": float(router.weight.grad.norm())}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
-    """Losses of a run with the distributed optimizer, and of another with the state of its middle; errors of a failed one."""
-    Layout().start(0)
-    full_training = _Training(folder / "qwen3")
-    losses = [full_training.step() for _ in range(2)]
-    (folder / "state").mkdir(exist_ok=True)
-    ShardedFiles(full_training.state(), folder / "state").write()
-    losses += [full_training.step() for _ in range(2)]
-    second = _Training(folder / "qwen3")
-    second.load(folder / "state")
-    resumed = losses[:2] + [second.step() for _ in range(2)]
-    return {"whole": losses, "resumed": resumed, "failed": _failed(full_training.state(), folder / "failed")}
-
-
 class _FailingOnRank1(ShardedFiles):
     def _write_part(self) -> list[Any]:
         if dist.get_rank() == 1:
@@ -196,17 +186,47 @@ class _FailingOnRank1(ShardedFiles):
         return super()._write_part()
 
 
-def _failed(state: dict[str, Any], folder: Path) -> list[str]:
+def failed(folder: Path) -> list[str]:
     """Errors of both ranks; the second could not write."""
-    folder.mkdir(exist_ok=True)
+    Layout().start(0)
+    model, out = build_model(folder / "qwen3", {}, device=CPU, dtype=torch.float32), folder / "failed"
+    out.mkdir(exist_ok=True)
     try:
-        _FailingOnRank1(state, folder).write()
+        _FailingOnRank1(sharded_weights(model), out).write()
     except (LearnerError, OSError) as error:
-        message = f"{type(error).__name__}: {error}".replace(str(folder), "FOLDER")
-    assert not is_distributed_checkpoint(folder)
+        message = f"{type(error).__name__}: {error}".replace(str(out), "FOLDER")
+    assert not is_distributed_checkpoint(out)
     messages: list[Any] = [None, None]
     dist.all_gather_object(messages, message)
     return messages
+
+
+DISTRIBUTED = {"gpt_oss": TP | SP | EP | {"expert_tensor_parallel_size": 1}, "mixtral": PP}
+
+
+def distributed(folder: Path) -> None:
+    """Two ranks write distributed checkpoints of Megatron-Core."""
+    for name, options in DISTRIBUTED.items():
+        Layout.from_options(options).start(0)
+        built = build_model(folder / name, options, device=CPU, dtype=torch.float32)
+        load_weights(ModelWeights(built), folder / name)
+        (folder / f"distributed {name}").mkdir(exist_ok=True)
+        save_distributed(built, folder / f"distributed {name}")
+        parallel_state.destroy_model_parallel()
+
+
+def distributed_alone(folder: Path) -> dict[str, list[str]]:
+    """One rank reads them; weights that differ from the files."""
+    Layout().start(0)
+    differing = {}
+    for name in DISTRIBUTED:
+        built = build_model(folder / name, {}, device=CPU, dtype=torch.float32)
+        weights, files = ModelWeights(built), load_file(folder / name / "model.safetensors")
+        load_distributed(built, folder / f"distributed {name}", "folder")
+        read = dict(weights.full_tensors())
+        assert read.keys() == files.keys()
+        differing[name] = [key for key, tensor in read.items() if not torch.equal(tensor, files[key])]
+    return differing
 
 
 def refused_folders(folder: Path) -> dict[str, str]:
@@ -255,39 +275,6 @@ def _there_and_back(source: Path, out: Path, first_count: int, back: int) -> lis
         files = {name: tensor.to(weights[name].dtype) for name, tensor in load_file(expected).items()}
     other_paths = {path.name for path in source.iterdir()} ^ {path.name for path in (out / "hf").iterdir()}
     return [*other_paths, *(name for name in {*files, *weights} if not torch.equal(files[name], weights[name]))]
-
-
-class _Training:
-    """A model with Megatron-Core's distributed optimizer."""
-
-    def __init__(self, folder: Path) -> None:
-        self.built = built = build_model(folder, {}, device=CPU, dtype=torch.float32)
-        load_weights(ModelWeights(built), folder)
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True)
-        self.model = DistributedDataParallel(built.config, ddp, built.chunks[0])
-        config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, clip_grad=0.0)
-        self.optimizer = get_megatron_optimizer(config, [self.model])
-
-    def step(self) -> float:
-        token_ids_L, positions_L, row_L = rows()
-        packed = packed_tokens(self.built, positions_L, row_L, CPU)
-        self.model.zero_grad_buffer()
-        logits = self.model(token_ids_L[None], positions_L[None], None, packed_seq_params=packed)[0]
-        loss = torch.nn.functional.cross_entropy(logits[:-1], token_ids_L[1:])
-        loss.backward()
-        self.model.finish_grad_sync()
-        self.optimizer.step()
-        return loss.item()
-
-    def state(self, *, loading: bool = False) -> dict[str, Any]:
-        model = self.model.module.sharded_state_dict()
-        state = self.optimizer.sharded_state_dict({"model": model}, is_loading=loading, metadata=SHARDING)
-        return {"model": model, "optimizer": state}
-
-    def load(self, folder: Path) -> None:
-        state = dist_checkpointing.load(self.state(loading=True), str(folder))
-        self.model.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.Tensor | None]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.learner.base import RowScores
+from agentrl.core.errors import LearnerError
+from agentrl.learner import sharded_files
+from agentrl.learner.base import RankOptions, RowScores
+from agentrl.learner.checkpoints import Checkpoints
+from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.learner.fsdp.weights import local
 from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.megatron.rank import MegatronRank
 from agentrl.learner.registry import make_backend
@@ -21,10 +33,13 @@ from tests.algo_config import make_algo
 from tests.unit.learner.learners import contract_rows
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
+    KILLS,
     LONG,
     LONG_OF_EXPERTS,
     ONE,
+    OTHER_STATES,
     RESUMED,
+    STATES,
     TWO,
     TWO_OF_EXPERTS,
     Found,
@@ -96,6 +111,144 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
         results[name] = steps
         parallel_state.destroy_model_parallel()
     return results
+
+
+def saved(folder: Path) -> None:
+    """Two ranks write checkpoints without Hugging Face folders, of states of random numbers."""
+    _pass_on(folder, None, "first", STATES)
+
+
+def saved_by_one(folder: Path) -> None:
+    """One rank loads them and writes them again, with Hugging Face folders."""
+    _pass_on(folder, "first", "second", {name: {} for name in STATES})
+
+
+def saved_by_two(folder: Path) -> None:
+    """Two ranks load those and write them again, in other layouts and without Hugging Face folders."""
+    _pass_on(folder, "second", "third", OTHER_STATES)
+
+
+def _pass_on(folder: Path, loaded: str | None, written: str, layouts: dict[str, dict[str, Any]]) -> None:
+    """Load the checkpoint ``loaded`` of each model, or fill the state with random numbers, and write it as ``written``."""
+    for name, layout in layouts.items():
+        backend = "fsdp" if name.startswith("fsdp ") else "megatron"
+        config = learner_config(backend, layout, dist.get_world_size())
+        precision = "bfloat16" if name == "mixtral" else "float32"
+        config = config.model_copy(update={"save_hf": written == "second", "precision": precision})
+        make = FsdpRank if backend == "fsdp" else MegatronRank
+        rank: Any = make(
+            RankOptions(folder / name.removeprefix("fsdp "), config, make_algo(), torch.device("cpu"), seed=0)
+        )
+        if loaded is not None:
+            rank.load(folder / f"{loaded} of {name}")
+        elif backend == "fsdp":
+            _take_random_step(rank)
+        else:
+            _fill(rank)
+        if loaded is not None and backend == "megatron":
+            _check_copies(rank)
+        rank.save(folder / f"{written} of {name}")
+        rank.finish_save()
+        if backend == "megatron":
+            parallel_state.destroy_model_parallel()
+
+
+@torch.no_grad()
+def _fill(rank: MegatronRank) -> None:
+    rank.step = 3
+    rank.training.allocate_moments(["exp_avg", "exp_avg_sq"], 3)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for shard in rank.training.shards():
+        for tensor in (shard.weight, *shard.moments.values()):
+            tensor.normal_(generator=random)
+
+
+def _check_copies(rank: MegatronRank) -> None:
+    """Check that the model computes with the optimizer's float32 weights, and that these count the steps of the checkpoint."""
+    assert rank.step == 3
+    for shard in rank.training.shards():
+        part = shard.parameter.detach().view(-1)[shard.start : shard.start + len(shard.weight.view(-1))]
+        assert torch.equal(part, shard.weight.view(-1).to(part.dtype))
+        assert part.dtype is rank.trained.model.config.params_dtype
+    assert {int(s["step"]) for o in rank.training._optimizers() for s in o.optimizer.state.values()} == {3}
+
+
+def _take_random_step(rank: FsdpRank) -> None:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for parameter in rank.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        shard = local(parameter.grad)
+        shard.copy_(torch.randn(shard.shape, generator=random))
+    rank.optimizer_states.step()
+    rank.steps["main"] = 1
+    rank._zero_grad()
+
+
+def killed(folder: Path) -> None:
+    """Two ranks save twice; in the second save one of them is killed."""
+    for name, (victim, file) in KILLS.items():
+        ranks = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                _save_twice(folder, name, rank, file if rank == victim else None)
+                os._exit(0)
+            ranks.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in reversed(ranks)]
+        assert statuses[1 - victim] == signal.SIGKILL
+        if victim == 1:
+            assert statuses[1] == 0
+
+
+class _KillingFiles(FileSystem):
+    """Ends its process as a file is opened to be written."""
+
+    file: str
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode == "wb" and self.file in Path(path).name:
+                stream.write(b"half")
+                stream.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield stream
+
+
+class _OwnRank:
+    """Rank 0 as the group of learners of `Checkpoints`; rank 1 calls the same in its process."""
+
+    def __init__(self, rank: FsdpRank) -> None:
+        self.save, self.finish_save = rank.save, rank.finish_save
+
+
+def _save_twice(folder: Path, name: str, number: int, file: str | None) -> None:
+    store = dist.FileStore(str(folder / f"{name}.store"), 2)
+    dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=timedelta(seconds=60))
+    config = learner_config("fsdp", {}, 2).model_copy(update={"save_hf": False})
+    rank = FsdpRank(RankOptions(folder / "qwen3_moe", config, make_algo(), torch.device("cpu"), seed=0))
+    _take_random_step(rank)
+    checkpoints = Checkpoints(folder / "ends" / name, keep=3)
+    group: Any = _OwnRank(rank)
+    if number == 0:
+        checkpoints.save(1, group, {})
+        checkpoints.finish()
+    else:
+        rank.save(checkpoints.folder / "step_000001.partial")
+        rank.finish_save()
+    dist.barrier()
+    if file is not None:
+        _KillingFiles.file = file
+        sharded_files._Files = _KillingFiles
+    try:
+        if number == 0:
+            checkpoints.save(2, group, {})
+            checkpoints.finish()
+        else:
+            rank.save(checkpoints.folder / "step_000002.partial")
+            rank.finish_save()
+    except (RuntimeError, LearnerError) as error:
+        (folder / "ends" / f"{name}.txt").write_text(str(error))
 
 
 def four_ranks(folder: Path) -> dict[str, Found]:

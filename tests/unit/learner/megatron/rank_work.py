@@ -49,6 +49,17 @@ LONG_OF_EXPERTS: dict[str, dict[str, Any]] = {"EP2, selective": EP}
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
 RESUMED = {"TP2, SP, offloaded": TP | SP, "PP2": PP, "DP2, offloaded": {}, "EP2": EP}
 """The first writes a checkpoint that the others load; the model has experts."""
+STATES = {
+    "gpt_oss": TP | SP | EP | {"expert_tensor_parallel_size": 1},
+    "mixtral": {},
+    "deepseek_v3": EP,
+    "qwen2": PP,
+    "fsdp qwen3_moe": {},
+}
+OTHER_STATES = {"gpt_oss": {}, "mixtral": TP | SP, "deepseek_v3": PP, "qwen2": TP, "fsdp qwen3_moe": {}}
+"""Layouts of two ranks that write a checkpoint, and load it, by the model."""
+KILLS = {"rank 1": (1, "__1_0.distcp"), "rank 0": (0, ".metadata")}
+"""The rank that is killed, and the end of the name of the file that it begins to write."""
 MODELS = {"qwen3": "qwen3", "experts": "qwen3_moe", "tied": "qwen2"}
 
 
