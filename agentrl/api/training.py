@@ -107,7 +107,7 @@ class Checkpoint:
     step: int
     """Finished training steps."""
     path: Path
-    """Its folder; ``path / "model"`` is a Hugging Face folder."""
+    """Its folder; ``path / "model"`` is a Hugging Face folder, of weights too unless ``learner.save_hf`` leaves them out."""
     score: float | None
     """The metric ``train.keep_best`` of its policy, if that was evaluated."""
 

@@ -224,7 +224,8 @@ def _default_in_section(recorded: Mapping[str, str], key: str) -> str:
             return "null"
         if sections and at == len(names) - 1:
             default = fields[0].get_default(call_default_factory=True)
-            value = TypeAdapter(fields[0].annotation).dump_python(default, mode="json")
+            annotation: Any = fields[0].annotation
+            value = TypeAdapter(annotation).dump_python(default, mode="json")
             return leaf_texts({name: value}).get(name, "null")
         section_type = fields[0].annotation if sections else _value_type(section_type)
     return "null"

@@ -87,8 +87,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         boxes = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, TensorBoxes)}
-        others = {name: value for name, value in state_dict.items() if name not in boxes}
-        super().set_up_planner(others, metadata, is_coordinator)
+        values = {name: value for name, value in state_dict.items() if name not in boxes}
+        super().set_up_planner(values, metadata, is_coordinator)
         self.state_dict = {**self.state_dict, **boxes}
 
     @override

@@ -82,14 +82,14 @@ def export_model(
     """
     as_dtype(dtype)
     check_free(out)
-    parts: Sequence[Weights] = [WeightFiles(source, "export")]
-    unchanged = float32_weights(parts[0].specs())
+    files: Sequence[Weights] = [WeightFiles(source, "export")]
+    unchanged = float32_weights(files[0].specs())
     if is_sharded(source):
-        parts = sharded_weights(source.parent)
-        adapters = adapters or _only_adapters(source.parent)
-        unchanged = frozenset(spec.name for part in parts for spec in part.specs() if is_always_float32(spec.name))
-    weights = {spec.name: part for part in parts for spec in part.specs()}
-    specs = [spec for part in parts for spec in part.specs()]
+        files, adapters = sharded_weights(source.parent), adapters or _only_adapters(source.parent)
+    weights = {spec.name: folder for folder in files for spec in folder.specs()}
+    specs = [spec for folder in files for spec in folder.specs()]
+    if is_sharded(source):  # weights that are trained are float32, whatever the model was
+        unchanged = frozenset(filter(is_always_float32, weights))
     specs = [
         replace(spec, dtype=dtype) if spec.dtype in FLOATS and spec.name not in unchanged else spec for spec in specs
     ]

@@ -78,26 +78,26 @@ class WeightWriter:
         """Write a whole weight, from the CPU."""
         self.write_part(name, weight, (0,) * weight.ndim)
 
-    def write_part(self, name: str, part: torch.Tensor, offsets: Sequence[int]) -> None:
+    def write_part(self, name: str, values: torch.Tensor, offsets: Sequence[int]) -> None:
         """Write a part of a weight, from the index ``offsets`` on, from the CPU; adjacent numbers with one system call."""
         import torch
 
         location, shape = self._locations[name], self._shapes[name]
-        data = part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        data = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         if not data:
             return
-        adjacent = part.ndim  # dimensions up to this one are divided into calls
-        while adjacent and part.shape[adjacent - 1 :] == shape[adjacent - 1 :]:
+        adjacent = values.ndim  # dimensions up to this one are divided into calls
+        while adjacent and values.shape[adjacent - 1 :] == shape[adjacent - 1 :]:
             adjacent -= 1
         adjacent = max(adjacent - 1, 0)
-        strides = [math.prod(shape[dimension + 1 :]) * part.element_size() for dimension in range(part.ndim)]
+        strides = [math.prod(shape[dimension + 1 :]) * values.element_size() for dimension in range(values.ndim)]
         begin = location.begin + sum(map(operator.mul, offsets, strides))
-        size = math.prod(part.shape[adjacent:]) * part.element_size()
+        size = math.prod(values.shape[adjacent:]) * values.element_size()
         path = self._folder / location.file
         handle = os.open(path, os.O_WRONLY)
         try:
             with names_file(path):
-                for number, index in enumerate(itertools.product(*map(range, part.shape[:adjacent]))):
+                for number, index in enumerate(itertools.product(*map(range, values.shape[:adjacent]))):
                     at = begin + sum(map(operator.mul, index, strides))
                     _write_at(handle, data[number * size : (number + 1) * size], at)
         finally:

@@ -132,13 +132,13 @@ def start_saving(rank: SavedRank, folder: Path) -> Future[None]:
     def write() -> None:
         for name, state in sharded.items():  # first: it fails on all ranks together
             save_sharded(state, folder / name, rank.writers)
-        for tensor in tensors if writer is not None else ():
-            if _has_shard(weight := staged[tensor.weight]):
+        for tensor in tensors:
+            if writer is not None and _has_shard(weight := staged[tensor.weight]):
                 for box in _tensor_boxes(tensor, weight):
                     writer.write_part(tensor.name, box.tensor, box.offsets)
         for adapter_writer, name, weight in adapters:
             if _has_shard(weight):
-                adapter_writer.write_part(name, local(weight), [part.start for part in shard_slices(weight)])
+                adapter_writer.write_part(name, local(weight), [indices.start for indices in shard_slices(weight)])
         if drafts is not None and dist.get_rank() == 0:
             if writer is not None:
                 drafts.write(writer)
@@ -190,7 +190,7 @@ def _tensor_boxes(tensor: HubTensor, weight: torch.Tensor) -> list[Box]:
     if not shard.numel():
         return []
     if tensor.is_whole:
-        return [Box(tuple(part.start for part in slices), shard)]
+        return [Box(tuple(indices.start for indices in slices), shard)]
     lines = shard.flatten(0, -2)
     shard_lines, tensor_lines = tensor.overlap(slices[0].start * (len(lines) // len(shard)), len(lines))
     return [*flat_boxes(tensor.shape, tensor_lines.start * tensor.shape[-1], lines[shard_lines].view(-1))]

@@ -282,7 +282,7 @@ class MegatronRank(BackendRank):
         state = state_to_save(weights, self.training, self._changed_reference(), self.cpu_copy)
         if not moments:
             del state[OPTIMIZER]
-        parts = [
+        slices = [
             (weight_slice, self.cpu_copy(weight.tensor)[weight_slice.local_index])
             for weight in (weights.to_write() if writer is not None else ())
             for weight_slice in weight.slices
@@ -293,9 +293,10 @@ class MegatronRank(BackendRank):
         def write() -> None:
             for name, tensors in state.items():  # first: it fails on all ranks together
                 save_sharded(tensors, folder / name, self.writers)
-            for weight_slice, part in parts if writer is not None else ():
-                offsets = [place.start or 0 for place in weight_slice.hf_slices]
-                writer.write_part(weight_slice.tensor.name, part, offsets)
+            for weight_slice, values in slices:
+                assert writer is not None
+                offsets = [indices.start or 0 for indices in weight_slice.hf_slices]
+                writer.write_part(weight_slice.tensor.name, values, offsets)
             if drafts is not None and first:
                 if writer is None:
                     drafts.save(folder)
@@ -308,8 +309,8 @@ class MegatronRank(BackendRank):
     def _moment_names(self) -> list[str]:
         """Return the names of the optimizer's moments, also those that only other ranks have. Collective."""
         names: list[Any] = [None] * dist.get_world_size()
-        own = {name for shard in self.training.shards() for name in shard.moments}
-        dist.all_gather_object(names, own, group=self._all_ranks)
+        rank_names = {name for shard in self.training.shards() for name in shard.moments}
+        dist.all_gather_object(names, rank_names, group=self._all_ranks)
         return sorted(set().union(*names))
 
     def _changed_reference(self) -> ModelWeights | None:

@@ -34,30 +34,30 @@ class _Boxes:
         """Add consecutive numbers of a weight of this rank, from the position ``start`` on."""
         for box in flat_boxes(weight.tensor.shape, start, numbers.view(-1)):
             for weight_slice in weight.slices:
-                part = _part_in(weight_slice, box)
-                if part is not None:
+                hf_box = _hf_box(weight_slice, box)
+                if hf_box is not None:
                     self._shapes[weight_slice.tensor.name] = weight_slice.tensor.shape
-                    self._boxes[weight_slice.tensor.name].append(part)
+                    self._boxes[weight_slice.tensor.name].append(hf_box)
 
     def tensors(self) -> dict[str, TensorBoxes]:
         """Return the tensors of which this rank has boxes."""
         return {name: TensorBoxes(self._shapes[name], boxes) for name, boxes in self._boxes.items()}
 
 
-def _part_in(weight_slice: WeightSlice, box: Box) -> Box | None:
+def _hf_box(weight_slice: WeightSlice, box: Box) -> Box | None:
     """Return what a slice of a Hugging Face tensor has of a box of a rank's weight, as a box of that tensor."""
     offsets: list[int] = []
     index: list[int | slice] = []
-    hf_starts = iter(part.start or 0 for part in weight_slice.hf_slices)
-    places = [*weight_slice.local_index, *[slice(None)] * (box.tensor.ndim - len(weight_slice.local_index))]
-    for place, offset, size in zip(places, box.offsets, box.tensor.shape, strict=True):
-        if isinstance(place, int):
-            if not offset <= place < offset + size:
+    hf_starts = iter(indices.start or 0 for indices in weight_slice.hf_slices)
+    selectors = [*weight_slice.local_index, *[slice(None)] * (box.tensor.ndim - len(weight_slice.local_index))]
+    for selector, offset, size in zip(selectors, box.offsets, box.tensor.shape, strict=True):
+        if isinstance(selector, int):
+            if not offset <= selector < offset + size:
                 return None
-            index.append(place - offset)
+            index.append(selector - offset)
             continue
-        start = place.start or 0
-        begin, end = max(start, offset), offset + size if place.stop is None else min(place.stop, offset + size)
+        start = selector.start or 0
+        begin, end = max(start, offset), offset + size if selector.stop is None else min(selector.stop, offset + size)
         if begin >= end:
             return None
         index.append(slice(begin - offset, end - offset))
