@@ -106,7 +106,7 @@ class ModelWeights:
         # Experts have other replicas than the rest, so their sizes are added up for themselves.
         sizes = {is_expert: [0] * count for is_expert, (_, count) in replicas.items()}
         for weight in filter(lambda weight: weight.sends, self.rank_weights):
-            is_expert = weight.slices[0].tensor.name in self._expert_names
+            is_expert = weight.slices[0].tensor.name in self.expert_names
             rank_sizes = sizes[is_expert]
             writer = rank_sizes.index(min(rank_sizes))
             rank_sizes[writer] += weight.tensor.nbytes
