@@ -42,6 +42,7 @@ class ShardedWeights:
 
     def __init__(self, folder: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
         self._folder = folder
         self._reader = FileSystemReader(folder)
@@ -51,6 +52,7 @@ class ShardedWeights:
             self._specs = {
                 name: TensorSpec(name, str(tensor.properties.dtype).removeprefix("torch."), tuple(tensor.size))
                 for name, tensor in self._metadata.state_dict_metadata.items()
+                if isinstance(tensor, TensorStorageMetadata)
             }
 
     def specs(self) -> list[TensorSpec]:

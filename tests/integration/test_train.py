@@ -193,7 +193,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         *(
             name
             for name in described
-            if name.startswith(("self_play/", "async/", "eval/endpoint/", "rollout/judge/", "reward/"))
+            if name.startswith(("self_play/", "async/", "eval/endpoint/", "rollout/judge/", "reward/", "engines/"))
         ),
         *("train/METRIC/policy=NAME", "train/reward/role=ROLE", "rollout/turns/role=ROLE"),
         "time/pause_s",
