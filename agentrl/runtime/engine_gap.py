@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,21 @@ _FLOAT32 = 1 / 20
 _TURNS_TO_DOUBLE = 8
 """Turns after which twice the gap is allowed: rounding adds up along a row."""
 _MAX_LOG_RATIO = 20.0
+_ERRORS = 2
 _WORDS: Mapping[PrecisionClass, str] = {
     "dense": "16-bit weights",
     "experts": "16-bit weights and experts",
     "float8_weights": "float8 weights",
     "float8_cache": "a float8 KV cache",
 }
+
+
+class TokenGap(NamedTuple):
+    """The gap of some sampled tokens, in nats a token."""
+
+    mean: float
+    error: float
+    """Standard error of the mean: a few tokens whose log-probabilities are far apart decide the mean of a hundred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,14 @@ class GapBand:
     def limit(self, turn: int) -> float:
         """Return the limit in a turn, counted from 1."""
         return self.first_turn * (1 + (turn - 1) / _TURNS_TO_DOUBLE)
+
+    def allows(self, gap: TokenGap, turn: int) -> bool:
+        """Return whether a gap is within the limit of a turn, or not over it by more than two standard errors.
+
+        A limit of 0 is for equal bits, which have no error.
+        """
+        limit = self.limit(turn)
+        return gap.mean - (_ERRORS * gap.error if limit else 0.0) <= limit
 
 
 def gap_band(config: Config, precision: EnginePrecision, engine_dtype: str | None) -> GapBand | None:
@@ -79,7 +97,8 @@ def gap_band(config: Config, precision: EnginePrecision, engine_dtype: str | Non
     return GapBand(limit, words)
 
 
-def mean_gap(learner_N: NDArray[np.float32], engine_N: NDArray[np.float32]) -> float:
-    """Return k3 of log-probabilities of the same ``N`` tokens, in nats a token."""
+def token_gap(learner_N: NDArray[np.float32], engine_N: NDArray[np.float32]) -> TokenGap:
+    """Return k3 of log-probabilities of the same ``N`` tokens."""
     ratio_N = np.clip(learner_N.astype(np.float64) - engine_N.astype(np.float64), -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return float((np.expm1(ratio_N) - ratio_N).mean())
+    gap_N = np.expm1(ratio_N) - ratio_N
+    return TokenGap(float(gap_N.mean()), float(gap_N.std() / np.sqrt(len(gap_N))))

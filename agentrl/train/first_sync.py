@@ -28,7 +28,7 @@ from agentrl.learner.base import LearnerGroup, RowLogprobs
 from agentrl.learner.registry import make_backend
 from agentrl.models.module_outputs import ModuleOutputs
 from agentrl.render.renderer import ChatRenderer
-from agentrl.runtime.engine_gap import GapBand, mean_gap
+from agentrl.runtime.engine_gap import GapBand, TokenGap, token_gap
 from agentrl.train.reference_pass import first_difference, reference_pass
 from agentrl.weight_sync.base import WeightSync
 from agentrl.weight_sync.engines import OtherWeightsError
@@ -295,7 +295,8 @@ class FirstSyncCheck:
         """Compare the engines with the learner; return metrics of the largest gaps.
 
         Raises:
-            ConfigError: a gap is over its limit. The message says which weights an engine lacks, and what to do.
+            ConfigError: a gap is over its limit by more than its error. The message says which weights an engine lacks, and
+                what to do.
         """
         worst: dict[int, float] = {}
         for engine in engines:
@@ -304,27 +305,28 @@ class FirstSyncCheck:
             gaps = self._gaps(engine, [turn.row.logprobs[turn.start :] for turn in self._turns[engine.number]])
             if not self._is_within(gaps):
                 raise ConfigError(await self._fault(learner, engine, version, gaps))
-            worst = {turn: max(gap, worst.get(turn, 0.0)) for turn, gap in gaps.items()}
+            worst = {turn: max(gap.mean, worst.get(turn, 0.0)) for turn, gap in gaps.items()}
         if not worst:
             return {}
         by_turn = {f"sync/gap/turn={turn}": gap for turn, gap in worst.items()}
         return {"sync/gap": max(worst.values()), "sync/gap_limit": self.band.first_turn} | by_turn
 
-    def _gaps(self, engine: EngineControl, logprobs: Sequence[NDArray[np.float32]]) -> dict[int, float]:
+    def _gaps(self, engine: EngineControl, logprobs: Sequence[NDArray[np.float32]]) -> dict[int, TokenGap]:
         """Return the gap by depth of turn; ``logprobs`` are the engine's, of each sampled turn."""
         pairs: defaultdict[int, list[tuple[NDArray[np.float32], NDArray[np.float32]]]] = defaultdict(list)
         for turn, engine_N in zip(self._turns[engine.number], logprobs, strict=True):
             pairs[turn.turn].append((self._learner_logprobs[turn.row.key][turn.start :], engine_N))
-        return {turn: mean_gap(*map(np.concatenate, zip(*both, strict=True))) for turn, both in pairs.items()}
+        return {turn: token_gap(*map(np.concatenate, zip(*both, strict=True))) for turn, both in pairs.items()}
 
-    def _is_within(self, gaps: Mapping[int, float]) -> bool:
-        return all(gap <= self.band.limit(turn) for turn, gap in gaps.items())
+    def _is_within(self, gaps: Mapping[int, TokenGap]) -> bool:
+        return all(self.band.allows(gap, turn) for turn, gap in gaps.items())
 
     async def _fault(
-        self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, float]
+        self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, TokenGap]
     ) -> str:
         by_turn = ", ".join(
-            f"{gap:.2g} in turn {turn} (limit {self.band.limit(turn):.2g})" for turn, gap in gaps.items()
+            f"{gap.mean:.2g} ± {gap.error:.1g} in turn {turn} (limit {self.band.limit(turn):.2g})"
+            for turn, gap in gaps.items()
         )
         return (
             f"engine {engine.number} ({engine.url}) and the learner give other log-probabilities after the first weight sync: k3 "
@@ -333,7 +335,7 @@ class FirstSyncCheck:
         )
 
     async def _cause(
-        self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, float]
+        self, learner: LearnerGroup, engine: EngineControl, version: int, gaps: Mapping[int, TokenGap]
     ) -> str:
         """Send the weights again by value and with checksums, and return in words what that has changed."""
         checksums = "The engine has the weights that were sent, by their checksums"
@@ -345,7 +347,7 @@ class FirstSyncCheck:
             checksums = f"Sent again by value, the weights cannot be compared ({error})"
         scores = await self._score(engine)
         gaps_now = self._gaps(engine, scores)
-        if self._is_within(gaps_now) or all(gap <= _GONE * gaps[turn] for turn, gap in gaps_now.items()):
+        if self._is_within(gaps_now) or all(gap.mean <= _GONE * gaps[turn].mean for turn, gap in gaps_now.items()):
             return (
                 "Sent again by weights.transport=tensor the gap is gone: the run's transport or weights.bucket_mib loses "
                 "weights; set weights.transport=tensor."
@@ -361,7 +363,9 @@ class FirstSyncCheck:
         """
         turns = self._turns[engine.number]
         learner_logprobs = [self._learner_logprobs[turn.row.key][turn.start :] for turn in turns]
-        gaps = [mean_gap(learner_N, engine_N) for learner_N, engine_N in zip(learner_logprobs, scores, strict=True)]
+        gaps = [
+            token_gap(learner_N, engine_N).mean for learner_N, engine_N in zip(learner_logprobs, scores, strict=True)
+        ]
         worst = int(np.argmax(gaps))
         turn, token_ids = turns[worst], turns[worst].row.token_ids
         keys = "sampler.sglang (dtype, quantization, context_length) with learner.precision and model.path"
@@ -370,8 +374,8 @@ class FirstSyncCheck:
             reference = await asyncio.to_thread(reference_pass, self.folder, learner, token_ids, turn.start)
         except (EngineError, ModelError) as error:
             return f"One of both computes another model with them (no reference pass: {error}): compare {keys}."
-        of_learner = mean_gap(learner_logprobs[worst], reference.logprobs)
-        of_engine = mean_gap(reference.logprobs, scores[worst])
+        of_learner = token_gap(learner_logprobs[worst], reference.logprobs).mean
+        of_engine = token_gap(reference.logprobs, scores[worst]).mean
         module = (
             first_difference(outputs, reference.outputs, is_float32=self.is_float32)
             or "no outputs of modules to compare"

@@ -79,11 +79,12 @@ def test_a_start_that_is_cancelled_ends_the_engine_at_once(tmp_path: Path, monke
     async def start_and_cancel() -> int:
         start = partial(launch_sglang, tmp_path, log=tmp_path / "log", timeout_s=600)
         starting = asyncio.create_task(launch(start, "engine-0"))
-        await until((tmp_path / "sglang" / "pid").exists)
+        pid = tmp_path / "sglang" / "pid"
+        await until(lambda: pid.exists() and bool(pid.read_text()))
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        return wait_for_number(tmp_path / "sglang" / "pid")
+        return int(pid.read_text())
 
     wait_for_exit(asyncio.run(start_and_cancel()), 10)
 

@@ -25,7 +25,7 @@ from agentrl.learner.attention import IMPLEMENTATION
 from agentrl.learner.fsdp import loading
 from agentrl.learner.fsdp.loading import _pack_rows, load_critic, load_policy
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
-from agentrl.learner.fsdp.sharding import shard
+from agentrl.learner.fsdp.sharding import RankMesh, shard
 from agentrl.learner.fsdp.weights import allocate, fill, local, model_hub_tensors, named_tensors
 from agentrl.models.load import empty_model, load_model, load_value_model, value_head_names
 from agentrl.models.weight_files import WeightFiles
@@ -56,7 +56,7 @@ def sharded(folder: Path, world: int, values: bool = False) -> PackedModel:
 
 
 def fill_shards(model: PackedModel, folder: Path, world: int) -> PackedModel:
-    shard(model, init_device_mesh("cpu", (world,)), LearnerConfig(precision="float32"))
+    shard(model, RankMesh(init_device_mesh("cpu", (world,)), None), LearnerConfig(precision="float32"))
     allocate(model, CPU)
     files = WeightFiles(folder, "model.path")
     fill(model.hf, folder, files, values=isinstance(model, ValueModel), key="model.path")

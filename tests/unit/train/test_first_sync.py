@@ -19,7 +19,7 @@ from agentrl.config.load import validate
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.core.types import FinishReason, Generation, Message, Prompt, RowKey, SamplingParams
 from agentrl.inference.base import EngineControl
-from agentrl.runtime.engine_gap import GapBand, gap_band, mean_gap
+from agentrl.runtime.engine_gap import GapBand, TokenGap, gap_band, token_gap
 from agentrl.runtime.engine_precision import read_precision
 from agentrl.testing import FakeEngine
 from agentrl.train.first_sync import TURNS, FirstSyncCheck, turn_prompts
@@ -167,7 +167,7 @@ def test_an_engine_that_is_lost_is_left_out(caplog: pytest.LogCaptureFixture) ->
             Engines(0.5, shards=True),
             r"cannot be compared \(it has 2 parts with checksums\)\. One of both computes another",
         ),
-        (Engines(0.0, late=0.5), r"k3 0 in turn 1 .* in turn 8 \(limit 0\.0037\)"),
+        (Engines(0.0, late=0.5), r"k3 0 ± 0 in turn 1 .* in turn 8 \(limit 0\.0037\)"),
         (Engines(float("nan")), "k3 nan"),
     ],
 )
@@ -179,7 +179,20 @@ def test_a_run_whose_engines_have_other_weights_stops(engines: Engines, words: s
 
 def test_k3_is_that_of_its_formula() -> None:
     learner, engine = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -1.0], np.float32)
-    assert mean_gap(learner, engine) == pytest.approx((np.exp(0.5) - 1.5 + np.exp(-1.0)) / 2, rel=1e-6)
+    gaps = np.exp(0.5) - 1.5, np.exp(-1.0)
+    assert token_gap(learner, engine) == pytest.approx(
+        (sum(gaps) / 2, abs(gaps[0] - gaps[1]) / 2 / np.sqrt(2)), rel=1e-6
+    )
+
+
+def test_a_gap_is_too_large_if_its_error_does_not_explain_it() -> None:
+    band = GapBand(2e-3)
+    assert band.allows(TokenGap(1.9e-3, 0.0), 1)
+    assert band.allows(TokenGap(2.4e-3, 3e-4), 1), "a few of a hundred tokens"
+    assert not band.allows(TokenGap(2.4e-3, 1e-4), 1)
+    assert band.allows(TokenGap(3.9e-3, 0.0), 9)
+    assert not band.allows(TokenGap(0.5, 0.1), 1), "half of the weights are others"
+    assert not GapBand(0.0).allows(TokenGap(1e-9, 1e-9), 1), "equal bits"
 
 
 @pytest.mark.parametrize(

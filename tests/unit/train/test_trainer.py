@@ -95,6 +95,9 @@ class Engines(Replay):
     async def begin(self) -> None:
         pass
 
+    def engine_metrics(self) -> dict[str, float]:
+        return {}
+
     async def evaluate(self, step: int, on_done: OnDone) -> list[SetResult]:
         if self.interrupted:
             raise RunStopped("interrupted")
