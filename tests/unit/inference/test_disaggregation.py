@@ -168,7 +168,7 @@ def test_each_request_goes_to_both_kinds_and_weights_to_all(tmp_path: Path) -> N
 
     async def play() -> None:
         async with asyncio.timeout(60), opened(configured("sampler.max_running=2"), tmp_path) as (fleet, launcher):
-            turns = {name: [await sample(fleet, name, turn) for turn in range(3)] for name in "abcd"}
+            turns = {name: [await sample(fleet, name, turn) for turn in range(3)] for name in "abcdefghijklmnop"}
             engines = {name: {generation.token_ids for generation in sampled} for name, sampled in turns.items()}
             assert all(len(ids) == 1 for ids in engines.values()), "all turns of a session are at one engine"
             assert {number for ids in engines.values() for (number,) in ids} == {1, 2}, "only engines for decode sample"
