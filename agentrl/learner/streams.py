@@ -21,7 +21,7 @@ HandlesOrError = list[str] | LearnerError
 """Of the bucket on a rank; see `WeightBucket.ipc_handles`."""
 
 _IDLE = timedelta(days=1)
-"""Time limit of the wait for a command: the driver has limits of its own, and ends the ranks of a failed one."""
+"""Time limit of the wait for a command: the driver has its own limits, and ends the ranks of a failed one."""
 
 
 class _Command(IntEnum):
@@ -49,7 +49,7 @@ def order_in_waves(streams: Sequence[tuple[int, ...]]) -> list[list[tuple[int, .
 
 
 def stream_order(ranks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Return the key by which all ranks sort their streams: large ones first."""
+    """Return the sort key of streams on all ranks: large ones first."""
     return -len(ranks), tuple(ranks)
 
 

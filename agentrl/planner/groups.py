@@ -9,7 +9,7 @@ from typing import Any
 from agentrl.config.engine_groups import group_sampler
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
-from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, plan_engines
+from agentrl.planner.engine import MACHINE, EnginePlan, EngineWeights, plan_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,7 @@ class GroupPlan:
 
     def line(self) -> str:
         """Return its engines and their memory in words."""
-        weights, cache = self.engines.weights / GIB, max(0, self.engines.cache) / GIB
-        return (
-            f"{self.name} ({self.serves}): {self.engines.engines} with tp_size={self.engines.tensor}, on GPUs of their own, GiB "
-            f"a GPU: weights {weights:.1f}, KV cache {cache:.1f}: {self.engines.cache_tokens:,} tokens in an engine"
-        )
+        return f"{self.name} ({self.serves}): {self.engines.line('on GPUs of their own')}"
 
 
 def plan_groups(config: Config, hf: Any, weights: EngineWeights, gpu_bytes: int) -> tuple[GroupPlan, ...]:

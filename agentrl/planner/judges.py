@@ -52,12 +52,8 @@ class JudgePlan:
 
     def line(self) -> str:
         """Return its engines and their memory in words."""
-        weights, cache = self.engines.weights / GIB, max(0, self.engines.cache) / GIB
         place = "in turn with the policy's engines" if self.is_shared else "on GPUs of their own"
-        return (
-            f"{self.model}: {self.engines.engines} with tp_size={self.engines.tensor}, {place}, GiB a GPU: "
-            f"weights {weights:.1f}, KV cache {cache:.1f}: {self.engines.cache_tokens:,} tokens in an engine"
-        )
+        return f"{self.model}: {self.engines.line(place)}"
 
 
 def plan_judges(config: Config, mode: str, gpu_bytes: int, shared_gpus: int) -> tuple[JudgePlan, ...]:

@@ -63,7 +63,7 @@ class _Joined:
 
 
 class DistributedSync(BucketwiseSync):
-    """The sender of a bucket, a rank of the learner, broadcasts it to all engines in a group of its own.
+    """The sender of a bucket, a rank of the learner, broadcasts it to all engines in its own group.
 
     Each bucket is announced to the engines first, so that a refusal blocks no other process. The next one is gathered and
     announced while engines load it. The groups are created at the first sync, kept for further syncs to the same engines,

@@ -54,7 +54,7 @@ def test_the_shipped_policy_scores_the_same_by_its_address_as_directly(
     monkeypatch.setenv("POLICY_KEY", key)
     words = [
         "eval", "--env", "talk.py:Talk", "tasks.name=multihop", "eval.size=12", "eval.temperature=0", "eval.split=validation",
-        "sampler.max_new_tokens=24", "rollout.max_tokens=512", "rollout.concurrency=1",  # the same batches on resuming
+        "sampler.max_new_tokens=24", "rollout.max_tokens=512", "rollout.concurrency=1",  # the last seven are left
     ]  # fmt: skip
     direct = here(*words, f"sampler.url={engine}", "--json", "a.json", "--rollouts", "a.jsonl", cwd=tmp_path)
     assert direct.returncode == 0, direct.stdout + direct.stderr
