@@ -10,6 +10,7 @@ DISTRIBUTION = "agentrl-framework"
 """The name at a package index. ``agentrl`` there is another project; the import and the command are ``agentrl``."""
 
 EXTRAS = {
+    "PIL": "images",
     "datasets": "datasets",
     "docker": "docker",
     "faiss": "e5",

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.experts import Experts
+from agentrl.core.images import IMAGE_MARK, Image, ImageSource, ImageSpan, PlacedImage, load_image
 
 Role = Literal["system", "user", "assistant", "tool"]
 """Author of a message, as chat templates name it."""
@@ -100,6 +101,12 @@ class ToolResult:
     """Text for the policy."""
     data: Any = None
     """The same answer as JSON-able data, for environments that format it themselves."""
+    images: tuple[Image, ...] = ()
+    """Images at the marks of ``content`` (`IMAGE_MARK`), in their order."""
+
+    def __post_init__(self) -> None:
+        """Check the number of images."""
+        _require_marks(self.content, self.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,39 @@ class Message:
     it is appended as it is, without the chat template's turn markers."""
     token_ids: tuple[int, ...] = ()
     """The ids that ``content`` was decoded from, if the policy sampled it; without the token that ended the turn."""
+    images: tuple[Image, ...] = ()
+    """Images at the marks of ``content`` (`IMAGE_MARK`), in their order."""
+
+    def __post_init__(self) -> None:
+        """Check the number of images."""
+        _require_marks(self.content, self.images)
+
+
+def _require_marks(content: str, images: tuple[Image, ...]) -> None:
+    """Check that the text has a mark for each image.
+
+    Raises:
+        ValueError: it has more or fewer.
+    """
+    if images and (marks := content.count(IMAGE_MARK)) != len(images):
+        raise ValueError(f"content has {marks} image marks (U+FFFC) for {len(images)} images: {content!r:.100}")
+
+
+def message_with_images(role: Role, *parts: str | ImageSource) -> Message:
+    """Return a message of texts and images in the order given, such as ``message_with_images("user", "Count:", picture)``.
+
+    Args:
+        role: its author.
+        parts: a str is text; all else is an image, as `load_image` accepts it. A path is a `pathlib.Path`, not a str.
+
+    Raises:
+        ValueError: a text contains `IMAGE_MARK`, or an image cannot be read.
+    """
+    images = tuple(load_image(part) for part in parts if not isinstance(part, str))
+    texts = [part if isinstance(part, str) else IMAGE_MARK for part in parts]
+    if images and any(IMAGE_MARK in part for part in parts if isinstance(part, str)):
+        raise ValueError(f"a text next to images contains U+FFFC, which stands for an image: {texts!r:.100}")
+    return Message(role, "".join(texts), images=images)
 
 
 class ForkReason(StrEnum):
@@ -295,7 +335,9 @@ class Prompt:
     """Input of an engine."""
 
     token_ids: tuple[int, ...]
-    """The whole context, exactly as earlier turns sampled it."""
+    """The whole context, exactly as earlier turns sampled it; an image's tokens are there in full, once."""
+    images: tuple[PlacedImage, ...] = ()
+    """Its images, in the order of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +447,8 @@ class Row:
     experts: Experts | None = None
     """``[T, layers, K]`` experts that the engine's routers chose for each token; the highest number of the dtype where they are
     not known. None: of no token. Not recorded in files."""
+    images: tuple[ImageSpan, ...] = ()
+    """Tokens that stand for images, in their order. All are observed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,6 +569,8 @@ class Rollout:
     """Rewards of all agents of a multi-agent episode, by seat."""
     seats: tuple[SeatRecord, ...] = ()
     """Who played the agents of a multi-agent episode, and when, by seat."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Images of the rows by digest."""
     record: bytes = field(default=b"", repr=False)
     """The rollout as its runner or the journal has encoded it (`agentrl.obs.records`), until it is in all files, or changes."""
 
