@@ -69,7 +69,7 @@ class Image:
         from PIL import Image as pil
 
         try:
-            image = pil.open(io.BytesIO(self.data))
+            image: PilImage = pil.open(io.BytesIO(self.data))
             image.load()
         except Exception as error:
             raise ValueError(f"the image {self.digest[:12]} ({self.media_type}) cannot be decoded: {error}") from error

@@ -30,7 +30,8 @@ def test_positions_are_the_familys_own(family):
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).model
     positions = image_positions(config.to_dict(), "tiny")
-    assert positions is not None and positions.axes == 3
+    assert positions is not None
+    assert positions.axes == 3
     rng = np.random.default_rng(0)
     for _ in range(40):
         grids: list[Grid] = [(1, *map(int, 2 * rng.integers(1, 7, 2))) for _ in range(rng.integers(1, 5))]
