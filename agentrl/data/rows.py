@@ -76,12 +76,12 @@ class Row:
         """
         value: Any = self.values
         names = [column] if column in self.values else column.split(".")
-        for place, name in enumerate(names):
+        for depth, name in enumerate(names):
             value = self._parse_cell(value)
             if not isinstance(value, Mapping) or value.get(name) is None:
                 fault = "is null" if isinstance(value, Mapping) and name in value else "is missing"
-                owner = repr(".".join(names[:place])) if place else "the row"
-                has = ", ".join(map(str, value if place else self.columns)) if isinstance(value, Mapping) else "none"
+                owner = repr(".".join(names[:depth])) if depth else "the row"
+                has = ", ".join(map(str, value if depth else self.columns)) if isinstance(value, Mapping) else "none"
                 raise ConfigError(
                     f"{self.location}: {column!r} ({key}={column}) {fault}; {owner} has the keys: {has or 'none'}"
                 )

@@ -246,7 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def load_model(
     folder: Path, dtype: torch.dtype | str = "float32", attn_implementation: str = "sdpa", *, key: str = "model.path"
 ) -> PreTrainedModel:
-    """Return the causal language model in ``folder``, on the CPU and in evaluation mode.
+    """Return the language model in ``folder``, on the CPU and in evaluation mode; a vision-language model with its vision tower.
 
     Args:
         folder: a Hugging Face model folder.
@@ -257,9 +257,7 @@ def load_model(
     Raises:
         ModelError: the folder has no causal model or lacks weights, or the attention implementation is unknown.
     """
-    from transformers import AutoModelForCausalLM
-
-    model, missing_keys = _load(AutoModelForCausalLM, folder, dtype, attn_implementation, key)
+    model, missing_keys = _load(folder, dtype, attn_implementation, key)
     _check_missing(missing_keys, folder, key)
     return model
 
@@ -281,9 +279,8 @@ def load_value_model(
         ModelError: as in `load_model`, or transformers has no token classifier of this architecture.
     """
     import torch
-    from transformers import AutoModelForTokenClassification
 
-    model, missing_keys = _load(AutoModelForTokenClassification, folder, dtype, attn_implementation, key, values=True)
+    model, missing_keys = _load(folder, dtype, attn_implementation, key, values=True)
     _check_missing(missing_keys - value_head_names(model), folder, key)
     if missing_keys:
         for parameter in value_head(model).parameters():
@@ -324,16 +321,15 @@ def empty_model(
     """
     import torch
     from torch.nn.modules.module import register_module_parameter_registration_hook
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     def to_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> torch.nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
     try:
         config = model_config(folder, values=values)
+        kind = auto_class(config, values=values)
         hook: Any = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
         try:
             model: PreTrainedModel = kind.from_config(
@@ -366,6 +362,22 @@ def model_config(folder: Path, *, values: bool = False) -> PreTrainedConfig:
     return config
 
 
+def auto_class(config: PreTrainedConfig, *, values: bool = False) -> Any:
+    """Return the class of transformers that makes a model of a configuration.
+
+    Args:
+        config: of the model.
+        values: with a value head in place of the language head.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
+
+    if values:
+        return AutoModelForTokenClassification
+    image_models: Any = AutoModelForImageTextToText._model_mapping
+    reads_images = hasattr(config, "vision_config") and type(config) in image_models
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def value_head_names(model: Any) -> set[str]:
     """Return the names of the weights of a model's value head."""
     head_ids = {id(parameter) for parameter in value_head(model).parameters()}
@@ -381,12 +393,13 @@ def value_head(model: Any) -> torch.nn.Linear:
 
 
 def _load(
-    kind: Any, folder: Path, dtype: torch.dtype | str, attn_implementation: str, key: str, *, values: bool = False
+    folder: Path, dtype: torch.dtype | str, attn_implementation: str, key: str, *, values: bool = False
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return a model in evaluation mode, and the names of the weights that the folder lacks."""
     options = {"dtype": as_dtype(dtype), "attn_implementation": attn_implementation, "output_loading_info": True}
     try:
         config = model_config(folder, values=values)
+        kind = auto_class(config, values=values)
         if is_quantized(folder):
             # transformers would read the weights with the kernels of a GPU.
             files = WeightFiles(folder, key)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import MissingError, ModelError
-from agentrl.models.load import model_config
+from agentrl.models.load import auto_class, model_config
 from agentrl.models.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -63,11 +63,10 @@ def meta_model(folder: Path, key: str = "model.path", *, values: bool = False) -
         ModelError: the folder has no causal model that transformers knows.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-    kind: Any = AutoModelForTokenClassification if values else AutoModelForCausalLM
     try:
         config = model_config(folder, values=values)
+        kind = auto_class(config, values=values)
         with torch.device("meta"):
             model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # transformers raises errors of many kinds

@@ -80,11 +80,11 @@ class EnginePlan:
         """Return how many rows of ``tokens`` the KV cache of an engine holds."""
         return max(0, self.cache_tokens // tokens)
 
-    def line(self, place: str) -> str:
-        """Return engines and memory in words; ``place`` says which GPUs they have."""
+    def line(self, gpus: str) -> str:
+        """Return engines and memory in words; ``gpus`` says which GPUs they have."""
         weights, cache = self.weights / GIB, max(0, self.cache) / GIB
         return (
-            f"{self.engines} with tp_size={self.tensor}, {place}, GiB a GPU: weights {weights:.1f}, KV cache {cache:.1f}: "
+            f"{self.engines} with tp_size={self.tensor}, {gpus}, GiB a GPU: weights {weights:.1f}, KV cache {cache:.1f}: "
             f"{self.cache_tokens:,} tokens in an engine"
         )
 

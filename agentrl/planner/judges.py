@@ -52,8 +52,8 @@ class JudgePlan:
 
     def line(self) -> str:
         """Return its engines and their memory in words."""
-        place = "in turn with the policy's engines" if self.is_shared else "on GPUs of their own"
-        return f"{self.model}: {self.engines.line(place)}"
+        gpus = "in turn with the policy's engines" if self.is_shared else "on GPUs of their own"
+        return f"{self.model}: {self.engines.line(gpus)}"
 
 
 def plan_judges(config: Config, mode: str, gpu_bytes: int, shared_gpus: int) -> tuple[JudgePlan, ...]:

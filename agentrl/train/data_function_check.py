@@ -57,7 +57,7 @@ def check_data_source(config: Config, source: str, step: RecordedStep) -> Functi
                     )
                     break
                 tasks += batch
-                results = {task.id: rewards[place % len(rewards)] for place, task in enumerate(batch) if rewards}
+                results = {task.id: rewards[index % len(rewards)] for index, task in enumerate(batch) if rewards}
                 for data_source in (order, same_order):
                     data_source.on_trained({task: values for task, values in results.items() if values})
             report.faults += _resume_faults(config, split, order, count)
@@ -85,9 +85,9 @@ def _resume_faults(config: Config, split: Split, order: DataSource, count: int) 
     expected, actual = ([task.id for task in get_tasks(data_source, count)] for data_source in (order, resumed))
     faults = []
     if expected != actual:
-        place = next(number for number, pair in enumerate(zip(expected, actual, strict=True)) if len({*pair}) > 1)
+        index = next(number for number, pair in enumerate(zip(expected, actual, strict=True)) if len({*pair}) > 1)
         faults.append(
-            f"after load_state(state()) task {place + 1} is {actual[place]!r} and not {expected[place]!r}: a resumed run "
+            f"after load_state(state()) task {index + 1} is {actual[index]!r} and not {expected[index]!r}: a resumed run "
             "would get other tasks; keep all that the choice depends on in the state"
         )
     for name, value in resumed.metrics().items():
