@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.core.errors import MissingError, ModelError
 from agentrl.models.load import auto_class, model_config
