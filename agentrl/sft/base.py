@@ -171,15 +171,15 @@ class EpochData(SftData):
     def __getitem__(self, index: int) -> list[StepRows]:
         size = self._config.sft.batch_size
         end = min((index + 1) * size, self._count)
-        rows = asyncio.run(self._step_rows(range(index * size, end)))
+        rows: list[Row] = []
+        # Not the result: `asyncio.run` writes its repr, which takes as long as encoding.
+        asyncio.run(self._add_rows(range(index * size, end), rows))
         return [StepRows(rows, {"sft/epoch": end / len(self.file.numbers)})]
 
-    async def _step_rows(self, positions: range) -> list[Row]:
-        rows = []
+    async def _add_rows(self, positions: range, rows: list[Row]) -> None:
         for position in positions:
             epoch, place = divmod(position, len(self.file.numbers))
             rows += await self.make_rows(int(self._numbers(epoch)[place]), epoch)
-        return rows
 
     def _numbers(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers in the order of an epoch."""

@@ -31,6 +31,8 @@ from agentrl.sft.scripted import DemonstratedTrajectory, scripted_context
 
 Turns = Literal["all", "last"]
 """See ``sft.turns``."""
+KEPT_TOKENS = 2**22
+"""Tokens of encoded chats that a process keeps for later epochs: about 100 MB."""
 
 
 async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", name: str = "") -> list[Row]:
@@ -149,12 +151,16 @@ class ChatMeasure:
         if (chat := convert(row)) is None:
             return None
         self._renderer = self._renderer or make_renderer()
-        rows = asyncio.run(chat_rows(chat, self._renderer, turns))
-        checksum = 0
-        for training_row in rows:
-            checksum = zlib.crc32(training_row.token_ids.tobytes() + training_row.mask.tobytes(), checksum)
-        sizes = [len(training_row.token_ids) for training_row in rows]
-        return ChatSize(max(sizes), sum(sizes), sum(int(training_row.mask.sum()) for training_row in rows), checksum)
+        # `asyncio.run` writes the result's repr, which takes as long as encoding if the result has arrays.
+        return asyncio.run(_measure_chat(chat, self._renderer, turns))
+
+
+async def _measure_chat(chat: Chat, renderer: ChatRenderer, turns: Turns) -> ChatSize:
+    rows, checksum = await chat_rows(chat, renderer, turns), 0
+    sizes = [len(row.token_ids) for row in rows]
+    for row in rows:
+        checksum = zlib.crc32(row.token_ids.tobytes() + row.mask.tobytes(), checksum)
+    return ChatSize(max(sizes), sum(sizes), sum(int(row.mask.sum()) for row in rows), checksum)
 
 
 @dataclass(slots=True)
@@ -222,16 +228,35 @@ class Chats(EpochData):
         super().__init__(config, make_renderer, file, count, shuffled=shuffled)
         self._convert = ChatConversion(config.data, config.sft)
         self._table: RowTable | None = None
+        self._encoded: dict[int, list[Row]] = {}
+        """Rows of chats by number, of up to `KEPT_TOKENS` tokens: later epochs do not encode them again."""
+        self._encoded_tokens = 0
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_table": None}
+        return {**super().__getstate__(), "_table": None, "_encoded": {}, "_encoded_tokens": 0}
 
     @override
     async def make_rows(self, number: int, epoch: int) -> list[Row]:
+        if number not in self._encoded:
+            rows = await self._encode(number)
+            tokens = sum(len(row.token_ids) for row in rows)
+            if self._encoded_tokens + tokens > KEPT_TOKENS:
+                return [_in_epoch(row, epoch) for row in rows]
+            self._encoded[number] = rows
+            self._encoded_tokens += tokens
+        return [_in_epoch(row, epoch) for row in self._encoded[number]]
+
+    async def _encode(self, number: int) -> list[Row]:
         if self._table is None:
             rows_key = self._config.data.rows_key
             self._table = open_table(self.file.path, self.file.key, self._convert.columns, rows_key)
         chat = self._convert(self._table[number])
         assert chat is not None, "read_chats has left it out"
-        return await chat_rows(chat, self.renderer, self._config.sft.turns, f"{chat.location}#{epoch}")
+        return await chat_rows(chat, self.renderer, self._config.sft.turns)
+
+
+def _in_epoch(row: Row, epoch: int) -> Row:
+    """Return a row with a key that differs by epoch."""
+    name = f"{row.key.rollout_id}#{epoch}"
+    return replace(row, key=replace(row.key, prompt_id=name, rollout_id=name))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from agentrl.config.learner import OptimizerConfig
 from agentrl.learner.fsdp.adamw_8bit import AdamW8bit, add_rounded
 from agentrl.learner.fsdp.compute_copies import take_gradients
+from agentrl.learner.fsdp.cpu_muon import CpuMuon
 
 
 def make_optimizers(
@@ -40,7 +41,8 @@ def make_optimizers(
 
 
 def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    return torch.optim.Muon(
+    muon = CpuMuon if parameters[0].device.type == "cpu" else torch.optim.Muon
+    return muon(
         parameters,
         lr=config.fixed_lr,
         momentum=config.momentum,

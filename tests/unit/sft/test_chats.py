@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -378,6 +379,25 @@ def test_every_chat_is_trained_once_an_epoch_in_another_order_each(tmp_path: Pat
     partial = prepare_sft(config(path, "sft.epochs=1"))
     assert [len(step) for step in names(partial.data)] == [4, 4, 2]  # type: ignore[arg-type]
     assert any("3 steps of 4 chats, 1 epochs" in line for line in partial.lines)
+
+
+def test_later_epochs_train_the_rows_that_were_encoded_in_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepare_sft(config(write_chats(tmp_path / "chats.jsonl", 4), "sft.epochs=2"))
+
+    def token_ids() -> list[dict[str, Any]]:
+        chats = Chats(run.config, run.data._make_renderer, run.data.file, 8)  # type: ignore[attr-defined]
+        assert all(not pickle.loads(pickle.dumps(chats))._encoded for _ in chats[0]), "workers encode their own"
+        return [{row.key.prompt_id[:-2]: row.token_ids for step in chats[item] for row in step.rows} for item in (0, 1)]
+
+    first, second = token_ids()
+    assert all(first[name] is second[name] for name in first)
+    monkeypatch.setattr("agentrl.sft.chats.KEPT_TOKENS", 0)
+    fresh, again = token_ids()
+    assert not any(fresh[name] is again[name] for name in fresh)
+    for ids in (second, fresh, again):
+        assert {name: ids[name].tolist() for name in ids} == {name: first[name].tolist() for name in first}
 
 
 def test_long_chats_are_left_out_and_counted_or_refused(tmp_path: Path) -> None:
