@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from docker.errors import NotFound
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from typing_extensions import override
 
 from agentrl.config.base import Section
@@ -34,15 +35,24 @@ class MachineAccess(Section):
     """User of the agent, as ``NAME`` or ``UID[:GID]``; None: that of the machine."""
     timeout_s: float | None = None
     """Seconds that the task gives the agent; None: no limit."""
+    mcp_servers: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """MCP servers of the task by name, for an agent program that connects to them: ``mcpServers`` of a file ``.mcp.json``."""
 
     @classmethod
-    def from_machine(cls, machine: Machine, user: str | None, timeout_s: float | None) -> MachineAccess:
+    def from_machine(
+        cls,
+        machine: Machine,
+        user: str | None,
+        timeout_s: float | None,
+        mcp_servers: Mapping[str, dict[str, Any]] | None = None,
+    ) -> MachineAccess:
         """Return the access to a machine that is open here.
 
         Args:
             machine: of the task.
             user: see `user`.
             timeout_s: see `timeout_s`.
+            mcp_servers: see `mcp_servers`.
         """
         return cls(
             daemon=machine.client.url,
@@ -51,6 +61,7 @@ class MachineAccess(Section):
             spec=machine.spec.model_copy(update={"env": {}, "services": ()}),
             user=user,
             timeout_s=timeout_s,
+            mcp_servers=dict(mcp_servers or {}),
         )
 
     @asynccontextmanager

@@ -12,7 +12,7 @@ import json
 import posixpath
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,6 +111,10 @@ class MachinePrograms:
         home = await program.make_home(f"/tmp/agentrl-{key[-8:]}")
         variables = program_variables(config, program_input, url, key, f"{home}/task.json") | _NO_PROXY
         files = {"task.json": program_input.task_json, "prompt.txt": program_input.prompt}
+        if program.mcp_servers:
+            self._check_mcp(program.mcp_servers)
+            files["mcp.json"] = json.dumps({"mcpServers": program.mcp_servers})
+            variables["AGENTRL_MCP_CONFIG"] = f"{home}/mcp.json"
         if config.harness is None:
             words = [
                 f"{home}/files/{word}" if config.files is not None and Path(config.files, word).is_file() else word
@@ -129,6 +133,20 @@ class MachinePrograms:
             variables = {"HOME": home, **harness.env, **variables}
         await program.write_home(files, config.files)
         return words, variables
+
+    def _check_mcp(self, servers: Collection[str]) -> None:
+        """Check that the program can be given MCP servers.
+
+        Raises:
+            MissingError: it is a harness, none of which gets any.
+        """
+        if self._config.harness is not None:
+            key = self._config.key
+            raise MissingError(
+                f"{key}.harness={self._config.harness}: the task has MCP servers ({', '.join(servers)}), and programs that "
+                f"{key}.harness names get none. Set {key}.command to a program that reads the file $AGENTRL_MCP_CONFIG, such "
+                'as sh -c \'exec claude --print --mcp-config "$AGENTRL_MCP_CONFIG" "$AGENTRL_PROMPT"\''
+            )
 
     def _where(self, program: MachineProgram, image: str) -> str:
         name = program.machine.spec.image or image
@@ -188,6 +206,8 @@ class MachineProgram(RunningProgram):
         self.cwd = None
         self.ended = asyncio.get_running_loop().create_future()
         self.limit_s = access.timeout_s
+        self.mcp_servers = access.mcp_servers
+        """Of the task; see `MachineAccess.mcp_servers`."""
         self._user, self._config = access.user, config
         self._home = self._owner = self._workdir = ""
         self._running: asyncio.Task[None] | None = None

@@ -190,6 +190,43 @@ def test_a_missing_program_ends_the_run(play: Play, options: dict[str, str | Non
         play([], **options)
 
 
+MCP_SERVER = """
+[[environment.mcp_servers]]
+name = "answers"
+transport = "stdio"
+command = "sed"
+args = ["-u", "s/.*/42/"]
+"""
+ASK_SERVER = """python3 -c '
+import json, os, subprocess
+server = json.load(open(os.environ["AGENTRL_MCP_CONFIG"]))["mcpServers"]["answers"]
+assert server["type"] == "stdio"
+words = [server["command"], *server["args"]]
+print(subprocess.run(words, input="what is it?", capture_output=True, text=True).stdout)
+' > answer.txt"""
+
+
+@pytest.mark.long
+def test_a_program_finds_the_mcp_servers_of_its_task(
+    dockerd: DockerHost, client: ToolClient, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    folder = write_task(tmp_path / "task", dockerd.image, TESTS, toml=MCP_SERVER)
+    rollout = play_task(client, renderer, folder, [ASK_SERVER, "done"])
+    assert rollout.failure is None, rollout.failure
+    assert rollout.reward == 1.0
+
+
+@pytest.mark.long
+def test_a_harness_and_mcp_servers_are_refused(
+    dockerd: DockerHost, client: ToolClient, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    folder = write_task(tmp_path / "task", dockerd.image, TESTS, toml=MCP_SERVER)
+    with pytest.raises(
+        MissingError, match=r"harness=mini_swe_agent: the task has MCP servers \(answers\).*agent.command"
+    ):
+        play_task(client, renderer, folder, [], command=None, harness="mini_swe_agent")
+
+
 def answer_requests(server: socket.socket) -> None:
     with suppress(OSError):
         while True:

@@ -110,7 +110,9 @@ class TerminalEnv(Env):
             )
         # Not of the seed: another attempt at the same episode must not be taken for this one.
         self._begin(uuid.uuid4().hex[:12])
-        return self._call("open", TERMINAL, {"action": "open", "folder": folder}), self._info()
+        # An agent program connects to the task's MCP servers itself.
+        connect = {"connect": False} if self.protocol == "program" else {}
+        return self._call("open", TERMINAL, {"action": "open", "folder": folder, **connect}), self._info()
 
     def _call(self, name: str, tool: str, arguments: Mapping[str, Any]) -> ToolCalls:
         self._due = f"{self._machine}-{name}"

@@ -107,9 +107,13 @@ def test_tools_of_the_tasks_mcp_servers_are_offered_next_to_bash() -> None:
     assert len(resumed.tools) == 1, "those of another task"
 
 
-@pytest.mark.parametrize("protocol", ["text", "program"])
-def test_mcp_servers_need_the_protocol_of_tools(protocol: str) -> None:
-    env = TerminalEnv(protocol=protocol)  # type: ignore[arg-type]
+def test_an_agent_program_connects_to_the_tasks_mcp_servers_itself() -> None:
+    observation, _ = TerminalEnv(protocol="program").reset(seed=0, options={"task": TASK})
+    assert call_of(observation).arguments["connect"] is False
+
+
+def test_mcp_servers_need_the_protocol_of_tools() -> None:
+    env = TerminalEnv(protocol="text")
     observation, _ = env.reset(seed=0, options={"task": TASK})
     with pytest.raises(TaskError, match=r"need env\.options\.protocol=tools"):
         env.step(result(call_of(observation), data={**OPEN, "tools": [MCP_TOOL]}))

@@ -189,6 +189,36 @@ def test_a_call_of_an_mcp_server_is_made_once_and_its_loss_is_a_failure(
     asyncio.run(episode())
 
 
+def test_an_agent_program_is_told_the_tasks_mcp_servers_and_connects_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCS_TOKEN", "abc")
+    docs = """[[environment.mcp_servers]]
+name = "docs"
+transport = "streamable-http"
+url = "http://127.0.0.1:8000/mcp"
+headers = { Authorization = "Bearer ${DOCS_TOKEN}" }
+"""
+    task = write_task(tmp_path / "task", "image", "echo", toml=MCP_TASK + docs)
+
+    async def episode() -> None:
+        server = Server(tmp_path / "state", {})
+        opened = await server.call("terminal", "open", {"action": "open", "folder": str(task), "connect": False})
+        assert opened.data["tools"] == [], "nothing was connected to"
+        assert MachineAccess.model_validate(opened.data["machine"]).mcp_servers == {
+            "notes": {"type": "stdio", "command": "notes", "args": []},
+            "docs": {
+                "type": "http",
+                "url": "http://127.0.0.1:8000/mcp",
+                "headers": {"Authorization": "Bearer abc"},
+            },
+        }
+        grade = await server.call("terminal", "grade-0", {"action": "grade", "step": 0, "rewards": []})
+        assert grade.data["machine"] is None
+
+    asyncio.run(episode())
+
+
 def test_a_machine_that_is_gone_is_a_failure_and_no_new_machine(tmp_path: Path) -> None:
     async def episode(task: Path, server: Any, machines: dict[str, FakeMachine]) -> None:
         assert "there is no machine" in (await server().call("bash", "1", {"command": "do it"})).content

@@ -65,6 +65,8 @@ class Episode:
         self.machine = machine
         self.folder = folder
         self.record = record
+        self.program_connects = False
+        """Whether an agent program connects to the task's MCP servers, in place of this process."""
         self.lock = asyncio.Lock()
         self._file = file
 

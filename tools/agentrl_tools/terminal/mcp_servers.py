@@ -79,6 +79,21 @@ class McpServers:
                 }
         return list(tools.values())
 
+    def descriptions(self) -> dict[str, dict[str, Any]]:
+        """Return the servers by name as agent programs read them, in the form of ``mcpServers`` in a file ``.mcp.json``.
+
+        Raises:
+            ValueError: a header names a variable that this process does not have.
+        """
+        descriptions: dict[str, dict[str, Any]] = {}
+        for name, server in self._servers.items():
+            if server.transport == "stdio":
+                descriptions[name] = {"type": "stdio", "command": server.command, "args": list(server.args)}
+                continue
+            kind = "sse" if server.transport == "sse" else "http"
+            descriptions[name] = {"type": kind, "url": server.url, "headers": self._headers(server)}
+        return descriptions
+
     async def call(self, call: ToolCall, user: str | None) -> ToolResult:
         """Call a tool: arguments ``server``, ``tool`` and ``arguments``. What goes wrong in the machine is a result.
 
@@ -136,10 +151,12 @@ class McpServers:
             self._machine.spec.network == "allowlist" and not is_allowed(host, self._machine.spec.allowed_hosts)
         ):
             raise TaskError(f"task {self._folder.name}: {key}: its machine does not reach {host}")
-        headers = {
-            name: expand_header(value, os.environ, f"{key}.headers.{name}") for name, value in server.headers.items()
-        }
+        headers = self._headers(server)
         return McpOptions(url=str(server.url), transport=server.transport, socket=socket, headers=headers, **limits)
+
+    def _headers(self, server: McpServerToml) -> dict[str, str]:
+        key = f"environment.mcp_servers.{server.name}.headers"
+        return {name: expand_header(value, os.environ, f"{key}.{name}") for name, value in server.headers.items()}
 
     def _is_inside(self, server: McpServerToml) -> bool:
         return is_inside(server, {service.name for service in self._machine.spec.services})

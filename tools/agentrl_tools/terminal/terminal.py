@@ -20,6 +20,10 @@ PARAMETERS = {
     "properties": {
         "action": {"enum": ["open", "call", "grade"]},
         "folder": {"type": "string", "description": "With open: the task's folder."},
+        "connect": {
+            "type": "boolean",
+            "description": "With open: connect to the task's MCP servers, for tools of the policy; default true.",
+        },
         "server": {"type": "string", "description": "With call: the task's MCP server."},
         "tool": {"type": "string", "description": "With call: its tool."},
         "arguments": {"type": "object", "description": "With call: arguments of the tool."},
@@ -44,9 +48,9 @@ class TerminalTool(HostedTool):
     """Opens, calls tools of the task's MCP servers, and grades. A call's id is the episode's key, a hyphen, and the call's name.
 
     ``open`` returns the data ``{"instruction", "steps", "machine", "tools"}``: the machine as `MachineAccess` for agent programs,
-    which work in it themselves, and the tools as `McpServers.tools` describes them. ``call`` returns the tool's result. ``grade``
-    returns ``{"rewards", "task_rewards", "reward",
-    "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of
+    which work in it themselves, and the tools as `McpServers.tools` describes them; with ``connect`` false the access has the
+    task's MCP servers in their place. ``call`` returns the tool's result. ``grade`` returns ``{"rewards", "task_rewards",
+    "reward", "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of
     the task so far, and as one number; the next step's instruction and access, or None after the last.
     """
 
@@ -73,11 +77,12 @@ class TerminalTool(HostedTool):
         session.state[key] = self._episodes
         if call.arguments["action"] == "open":
             episode = await self._episodes.begin(key, Path(call.arguments["folder"]))
+            episode.program_connects = not call.arguments.get("connect", True)
             data: Mapping[str, Any] = {
                 "instruction": await agent_instruction(episode.folder, episode.machine),
                 "steps": len(episode.folder.steps),
                 "machine": _access(episode),
-                "tools": await episode.mcp_servers.tools(episode.user),
+                "tools": [] if episode.program_connects else await episode.mcp_servers.tools(episode.user),
             }
             return ToolResult(call.id, ToolStatus.OK, "open", data)
         if call.arguments["action"] == "call":
@@ -133,4 +138,5 @@ class TerminalTool(HostedTool):
 
 def _access(episode: Episode) -> dict[str, Any]:
     timeout_s = episode.folder.steps[episode.record.step].timeout_s
-    return MachineAccess.from_machine(episode.machine, episode.user, timeout_s).model_dump(mode="json")
+    servers = episode.mcp_servers.descriptions() if episode.program_connects else {}
+    return MachineAccess.from_machine(episode.machine, episode.user, timeout_s, servers).model_dump(mode="json")
