@@ -20,6 +20,8 @@ from .kinds import KINDS
 
 FAULTS = {"idle": 0.12, "forgotten": 0.08, "name": 0.2, "place": 0.12, "option": 0.12}
 """Share of demonstrations with each mistake: two in three have one."""
+PRACTICE = 0.3
+"""Share of demonstrations that teach to copy numbers."""
 PROGRESS_EVERY = 1000
 
 
@@ -65,7 +67,10 @@ def main() -> None:
             print(f"made {IMAGE}")
         elif arguments.action == "demonstrate":
             _demonstrate(
-                arguments.file, arguments.count, Chats(FAULTS, arguments.seed, arguments.kinds), arguments.system
+                arguments.file,
+                arguments.count,
+                Chats(FAULTS, arguments.seed, arguments.kinds, PRACTICE),
+                arguments.system,
             )
             print(f"wrote {arguments.count} conversations to {arguments.file}")
         else:

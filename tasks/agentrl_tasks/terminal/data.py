@@ -11,7 +11,7 @@ from agentrl import ConfigError, MadeTasks, Message, Task, TaskSet, unknown_name
 from agentrl.data.task_folders import read_task_folder
 
 from .exercise import Exercise
-from .kinds import KINDS
+from .kinds import KINDS, PRACTICE
 
 SHIPPED = Path(__file__).with_name("shipped")
 """One folder of each kind."""
@@ -30,10 +30,11 @@ def is_held_out(exercise: Exercise) -> bool:
 
 
 def make_exercise(kind: str, split: str, seed: int, number: int) -> Exercise:
-    """Return exercise ``number`` of a kind; the same one every time."""
+    """Return exercise ``number`` of a kind, of `KINDS` or `PRACTICE`; the same one every time."""
     rng = Random(f"{seed}/{split}/{kind}/{number}")
+    make = {**KINDS, **PRACTICE}[kind]
     while True:
-        exercise = KINDS[kind](rng)
+        exercise = make(rng)
         if is_held_out(exercise) == (split == "eval"):
             return exercise
 

@@ -22,7 +22,7 @@ from agentrl_tasks.faults import check_faults
 
 from .data import make_exercise
 from .exercise import WORK, Exercise
-from .kinds import COLORS, KEYS, KINDS, NAMES, THINGS
+from .kinds import COLORS, KEYS, KINDS, NAMES, PRACTICE, THINGS
 
 FAULTS = ("idle", "forgotten", "name", "place", "option")
 """Mistakes of a demonstration, at most one. idle: no command at all. forgotten: one command of the solution is left out. name:
@@ -182,25 +182,31 @@ class Chats:
         faults: the probability of each of `FAULTS`.
         seed: draws exercises, of the split ``train``, and faults.
         kinds: names of `KINDS`, which alternate.
+        practice: the probability that a conversation is about an exercise of `PRACTICE` instead, without a mistake.
 
     Raises:
         UnknownNameError: a fault or a kind is unknown.
         ConfigError: the faults are no probabilities.
     """
 
-    def __init__(self, faults: Mapping[str, float], seed: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
+    def __init__(
+        self, faults: Mapping[str, float], seed: int, kinds: Sequence[str] = tuple(KINDS), practice: float = 0.0
+    ) -> None:
         check_faults(faults, FAULTS)
         for kind in kinds:
             if kind not in KINDS:
                 raise unknown_name("kind of exercise", kind, KINDS, "--kinds")
-        self._faults, self._seed, self._kinds = faults, seed, kinds
+        self._faults, self._seed, self._kinds, self._practice = faults, seed, kinds, practice
         [self._tool] = served_tools("terminal")
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         """Return conversation ``number``, from 0, as a row for ``agentrl sft``."""
+        rng = Random(f"{self._seed}/demonstration/{number}")
+        if rng.random() < self._practice:
+            exercise = make_exercise(rng.choice(tuple(PRACTICE)), "train", self._seed, number)
+            return chat(exercise, demonstrate(exercise, None, rng), self._tool)
         variant, kind = divmod(number, len(self._kinds))
         exercise = make_exercise(self._kinds[kind], "train", self._seed, variant)
-        rng = Random(f"{self._seed}/demonstration/{number}")
         draw = rng.random()
         limits = zip(self._faults, accumulate(self._faults.values()), strict=True)
         fault = next((name for name, limit in limits if draw < limit), None)

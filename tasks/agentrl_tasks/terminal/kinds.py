@@ -34,7 +34,10 @@ def _answer(expected: str) -> str:
 
 def write_file(rng: Random) -> Exercise:
     """Write a text into a file."""
-    name, words = f"{rng.choice(THINGS)}.txt", f"{rng.choice(COLORS)} {rng.choice(THINGS)} {rng.randint(10, 99)}"
+    return _write(f"{rng.choice(THINGS)}.txt", f"{rng.choice(COLORS)} {rng.choice(THINGS)} {rng.randint(10, 99)}")
+
+
+def _write(name: str, words: str) -> Exercise:
     return Exercise(
         kind="write_file",
         level=1,
@@ -125,10 +128,14 @@ def sum_column(rng: Random) -> Exercise:
 
 def set_option(rng: Random) -> Exercise:
     """Change one option of a file, and nothing else."""
+    return _set(rng, range(1000, 9999))
+
+
+def _set(rng: Random, new_values: range) -> Exercise:
     keys = rng.sample(KEYS, 5)
     values = {key: rng.randint(1, 999) for key in keys}
     key = rng.choice(keys)
-    value = rng.choice([number for number in range(1000, 9999) if number not in values.values()])
+    value = rng.choice([number for number in new_values if number not in values.values()])
     name = f"{rng.choice(THINGS)}.conf"
     lines = [f"{option} = {number}" for option, number in values.items()]
     lines.insert(rng.randrange(5), f"# options of the {rng.choice(THINGS)}")
@@ -364,3 +371,26 @@ KINDS: Mapping[str, Callable[[Random], Exercise]] = {
     )
 }  # fmt: skip
 """Kinds by name, from easy to hard."""
+
+
+def write_long_text(rng: Random) -> Exercise:
+    """Write a text of up to six words and numbers into a file."""
+    words = [rng.choice((*COLORS, *THINGS)) if rng.random() < 0.5 else _number(rng) for _ in range(rng.randint(1, 6))]
+    return _write(f"{rng.choice(THINGS)}.txt", " ".join(words))
+
+
+def set_any_value(rng: Random) -> Exercise:
+    """Change one option of a file to a number of one to six digits."""
+    digits = rng.randint(1, 6)
+    start = rng.randrange(10 ** (digits - 1), 10**digits - 1)
+    return _set(rng, range(start, start + 7))
+
+
+def _number(rng: Random) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(rng.randint(1, 6)))
+
+
+PRACTICE: Mapping[str, Callable[[Random], Exercise]] = {
+    function.__name__: function for function in (write_long_text, set_any_value)
+}
+"""Exercises for demonstrations only, which teach a policy to copy numbers."""

@@ -16,7 +16,7 @@ from agentrl_tasks.terminal.__main__ import main
 from agentrl_tasks.terminal.data import make_exercise
 from agentrl_tasks.terminal.demonstrations import DONE, FAULTS, Chats, demonstrate, move, put_files, run_commands
 from agentrl_tasks.terminal.exercise import Exercise
-from agentrl_tasks.terminal.kinds import COLORS, KEYS, KINDS, NAMES, THINGS
+from agentrl_tasks.terminal.kinds import COLORS, KEYS, KINDS, NAMES, PRACTICE, THINGS
 from agentrl_tools.terminal.bash import as_result
 
 from agentrl import ConfigError
@@ -99,6 +99,26 @@ def test_chats_are_the_same_every_time_and_have_the_tool_of_a_run() -> None:
         assert [tool["function"]["name"] for tool in row["tools"]] == ["bash"]
     call = next(row for row in rows if len(row["messages"]) == 4)["messages"][1]["tool_calls"][0]
     assert json.loads(call["function"]["arguments"])["command"].startswith("echo '")
+
+
+@runs_as_nobody
+@pytest.mark.parametrize("kind", PRACTICE)
+def test_practice_of_copying_numbers_has_reward_1_and_numbers_of_all_lengths(kind: str, work: Path) -> None:
+    exercises = [make_exercise(kind, "train", 1, number) for number in range(60)]
+    lengths = {len(number) for exercise in exercises for number in re.findall(r"\d+", exercise.instruction)}
+    assert lengths == {1, 2, 3, 4, 5, 6}
+    commands = [command for command, _ in demonstrate(exercises[0], None, Random(0))]
+    assert reward(exercises[0], commands, work) == 1.0
+
+
+def test_practice_takes_the_place_of_its_share_of_exercises() -> None:
+    chats = [
+        Chats({"idle": 1.0}, 1, ["copy_file"], practice=share)[number] for share in (0.0, 0.5) for number in range(20)
+    ]
+    is_practice = ["Create the folder" not in chat["messages"][0]["content"] for chat in chats]
+    assert not any(is_practice[:20])
+    assert 4 < sum(is_practice[20:]) < 16
+    assert all((len(chat["messages"]) > 2) == practises for chat, practises in zip(chats, is_practice, strict=True))
 
 
 def test_bad_faults_are_named() -> None:
