@@ -58,7 +58,7 @@ def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: 
     """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
-    wide = matrix.T if is_tall else matrix
+    wide: Tensor = matrix.T if is_tall else matrix
     wide = wide / wide.norm().clamp(min=eps)
     for _ in range(steps):
         gram = wide @ wide.T

@@ -50,8 +50,8 @@ class TerminalTool(HostedTool):
     ``open`` returns the data ``{"instruction", "steps", "machine", "tools"}``: the machine as `MachineAccess` for agent programs,
     which work in it themselves, and the tools as `McpServers.tools` describes them; with ``connect`` false the access has the
     task's MCP servers in their place. ``call`` returns the tool's result. ``grade`` returns ``{"rewards", "task_rewards",
-    "reward", "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of the step by name, those of
-    the task so far, and as one number; the next step's instruction and access, or None after the last.
+    "reward", "instruction", "machine", "forgeable", "at_limit", "refused", "output", "seconds"}``: rewards of
+    the step by name, those of the task so far, and as one number; the next step's instruction and access, or None after the last.
     """
 
     def __init__(self, episodes: Episodes) -> None:
