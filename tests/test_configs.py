@@ -27,7 +27,7 @@ MODELS = sorted((shipped_folder() / "models").glob("*.yaml"))
 LEARNING = sorted(
     {path.stem.removesuffix("_sft") for path in (shipped_folder() / "learning").glob("*.yaml")} - {"smollm2"}
 )
-UNTRAINED = ("runs/small", "runs/init", "runs/terminal_init")
+UNTRAINED = ("runs/small", "runs/init", "runs/terminal_init", "runs/geometry_init")
 """Untrained policies, which commands write."""
 LANGUAGE_MODEL = shipped_folder() / "learning" / "smollm2.yaml"
 """A layer over the other presets of its folder."""

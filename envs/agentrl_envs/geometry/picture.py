@@ -1,0 +1,54 @@
+"""Parts of a picture: boxes in thousandths of its sides, and their pixels at the size in which a policy sees them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from PIL import Image as pil
+
+from agentrl.core.images import Image
+
+BOX_UNITS = 1000
+"""Width and height of a picture in the units of boxes, whatever its pixels."""
+LEAST_SIDE = 50
+"""Least width and height of a box."""
+MOST_RATIO = 4
+"""Most that a box may be longer on one side than on the other: processors refuse narrow pictures."""
+
+
+def box_fault(box: Sequence[int]) -> str:
+    """Return why a picture has no such part to show; empty: it has.
+
+    Args:
+        box: left, top, right and bottom, integers from 0 to `BOX_UNITS`.
+    """
+    left, top, right, bottom = box
+    width, height = right - left, bottom - top
+    if min(width, height) < LEAST_SIDE:
+        return f"box {[*box]}: left, top, right, bottom, with right and bottom greater by at least {LEAST_SIDE}"
+    if max(width, height) > MOST_RATIO * min(width, height):
+        return f"box {[*box]}: one side is more than {MOST_RATIO} times the other"
+    return ""
+
+
+def crop_picture(picture: pil.Image, box: Sequence[int], view_px: int) -> pil.Image:
+    """Return a part of a picture, its longer side ``view_px`` pixels long.
+
+    Pixels are repeated where it is enlarged, and their mean is taken where it is reduced. Edges of the box that are between
+    two pixels are moved to the upper left.
+    """
+    left, top, right, bottom = (
+        int(edge) * side // BOX_UNITS for edge, side in zip(box, (*picture.size, *picture.size), strict=True)
+    )
+    right, bottom = max(right, left + 1), max(bottom, top + 1)
+    scale = view_px / max(right - left, bottom - top)
+    size = (max(1, round((right - left) * scale)), max(1, round((bottom - top) * scale)))
+    return picture.crop((left, top, right, bottom)).resize(size, pil.Resampling.BOX)
+
+
+def encode(picture: pil.Image) -> Image:
+    """Return a picture as a PNG, compressed fast."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=1)
+    return Image(buffer.getvalue())
