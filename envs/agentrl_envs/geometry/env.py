@@ -108,9 +108,8 @@ class GeometryEnv(Env):
         except ValueError as error:
             raise TaskError(f"task {self.task.id!r}: {error}") from None
         question = self.task.question.replace(IMAGE_MARK, "").strip()
-        # The picture last: a question is free to contain {picture}.
-        before, _, after = self.prompt.partition(PICTURE)
-        text = IMAGE_MARK.join(side.replace(QUESTION, question) for side in (before, after))
+        # A question may contain {picture}.
+        text = IMAGE_MARK.join(part.replace(QUESTION, question) for part in self.prompt.split(PICTURE))
         shown = encode(crop_picture(self._picture, _WHOLE, self.view_px))
         return (*self.task.prompt[:-1], Message("user", text, images=(shown,))), self._info()
 

@@ -23,8 +23,8 @@ def box_fault(box: Sequence[int]) -> str:
     Args:
         box: left, top, right and bottom, integers from 0 to `BOX_UNITS`.
     """
-    left, top, right, bottom = box
-    width, height = right - left, bottom - top
+    x, y, x_end, y_end = box
+    width, height = x_end - x, y_end - y
     if min(width, height) < LEAST_SIDE:
         return f"box {[*box]}: left, top, right, bottom, with right and bottom greater by at least {LEAST_SIDE}"
     if max(width, height) > MOST_RATIO * min(width, height):
@@ -38,13 +38,13 @@ def crop_picture(picture: pil.Image, box: Sequence[int], view_px: int) -> pil.Im
     Pixels are repeated where it is enlarged, and their mean is taken where it is reduced. Edges of the box that are between
     two pixels are moved to the upper left.
     """
-    left, top, right, bottom = (
+    x, y, x_end, y_end = (
         int(edge) * side // BOX_UNITS for edge, side in zip(box, (*picture.size, *picture.size), strict=True)
     )
-    right, bottom = max(right, left + 1), max(bottom, top + 1)
-    scale = view_px / max(right - left, bottom - top)
-    size = (max(1, round((right - left) * scale)), max(1, round((bottom - top) * scale)))
-    return picture.crop((left, top, right, bottom)).resize(size, pil.Resampling.BOX)
+    x_end, y_end = max(x_end, x + 1), max(y_end, y + 1)
+    scale = view_px / max(x_end - x, y_end - y)
+    size = (max(1, round((x_end - x) * scale)), max(1, round((y_end - y) * scale)))
+    return picture.crop((x, y, x_end, y_end)).resize(size, pil.Resampling.BOX)
 
 
 def encode(picture: pil.Image) -> Image:

@@ -70,9 +70,9 @@ def _figure(
 ) -> Figure:
     """Return a figure anywhere in a cell, with a half width within ``radii``."""
     radius = rng.randint(*radii)
-    left, top, right, bottom = cell_box(CELLS, *cell)
-    x = rng.randint(left + _MARGIN_PX, right - _MARGIN_PX - 2 * radius)
-    y = rng.randint(top + _MARGIN_PX, bottom - _MARGIN_PX - 2 * radius)
+    x_start, y_start, x_end, y_end = cell_box(CELLS, *cell)
+    x = rng.randint(x_start + _MARGIN_PX, x_end - _MARGIN_PX - 2 * radius)
+    y = rng.randint(y_start + _MARGIN_PX, y_end - _MARGIN_PX - 2 * radius)
     return Figure(shape, color, (x, y, x + 2 * radius, y + 2 * radius), digit)
 
 
@@ -120,9 +120,9 @@ def _draw_length(rng: Random, question: Question, answer: str) -> Scene:
     for lane, length, color in zip((first, second), lengths, colors, strict=True):
         start = rng.randint(0, FINE_CELLS - length)
         cells = (lane, start, 1, length) if is_upright else (start, lane, length, 1)
-        left, top, right, bottom = cell_box(FINE_CELLS, *cells)
+        x, y, x_end, y_end = cell_box(FINE_CELLS, *cells)
         edge = rng.randint(3, 8)  # bars are thinner than their cells and end at cells' borders
-        box = (left + edge, top, right - edge, bottom) if is_upright else (left, top + edge, right, bottom - edge)
+        box = (x + edge, y, x_end - edge, y_end) if is_upright else (x, y + edge, x_end, y_end - edge)
         bars.append(Figure("bar", color, box))
     return _scene(rng, bars, FINE_CELLS)
 
@@ -276,6 +276,6 @@ def _name_figure(scene: Scene, figure: Figure) -> str:
         column, row = cell_of(scene, figure)
         return f"{COLUMNS[column]}{row + 1} {figure.color} {figure.shape}"
     side = PICTURE_PX // scene.cells
-    left, top, right, bottom = figure.box
-    columns, rows = range(left // side, -(-right // side)), range(top // side, -(-bottom // side))
+    x, y, x_end, y_end = figure.box
+    columns, rows = range(x // side, -(-x_end // side)), range(y // side, -(-y_end // side))
     return f"{COLUMNS[columns.start]}{rows.start + 1} {figure.color} {len(columns)} by {len(rows)}"

@@ -80,8 +80,8 @@ def cell_box(cells: int, column: int, row: int, columns: int = 1, rows: int = 1)
 def cell_of(scene: Scene, figure: Figure) -> tuple[int, int]:
     """Return column and row of the cell with a figure's middle, from 0."""
     side = PICTURE_PX // scene.cells
-    left, top, right, bottom = figure.box
-    return (left + right) // 2 // side, (top + bottom) // 2 // side
+    x, y, x_end, y_end = figure.box
+    return (x + x_end) // 2 // side, (y + y_end) // 2 // side
 
 
 def draw_scene(scene: Scene) -> Image.Image:
@@ -106,29 +106,29 @@ def encode_png(image: Image.Image) -> bytes:
 
 
 def _draw_figure(canvas: ImageDraw.ImageDraw, figure: Figure) -> None:
-    left, top, right, bottom = figure.box
-    right, bottom = right - 1, bottom - 1
-    middle_x, middle_y = (left + right) / 2, (top + bottom) / 2
+    x, y, x_end, y_end = figure.box
+    x_end, y_end = x_end - 1, y_end - 1
+    middle_x, middle_y = (x + x_end) / 2, (y + y_end) / 2
     color = _COLOR_INDICES[figure.color]
     if figure.shape == "circle":
-        canvas.ellipse((left, top, right, bottom), fill=color)
+        canvas.ellipse((x, y, x_end, y_end), fill=color)
     elif figure.shape == "triangle":
-        canvas.polygon([(left, bottom), (middle_x, top), (right, bottom)], fill=color)
+        canvas.polygon([(x, y_end), (middle_x, y), (x_end, y_end)], fill=color)
     elif figure.shape == "diamond":
-        canvas.polygon([(left, middle_y), (middle_x, top), (right, middle_y), (middle_x, bottom)], fill=color)
+        canvas.polygon([(x, middle_y), (middle_x, y), (x_end, middle_y), (middle_x, y_end)], fill=color)
     else:
-        canvas.rectangle((left, top, right, bottom), fill=color)
+        canvas.rectangle((x, y, x_end, y_end), fill=color)
     if figure.digit:
         ink = _BLACK_INK if figure.color == "yellow" else _WHITE_INK
         # A triangle is wide enough for a digit in its lower half only.
-        y = bottom - 1.2 * 5 * DIGIT_SQUARE_PX if figure.shape == "triangle" else middle_y - 2.5 * DIGIT_SQUARE_PX
-        _draw_digit(canvas, figure.digit, round(middle_x - 1.5 * DIGIT_SQUARE_PX), round(y), ink)
+        digit_y = y_end - 1.2 * 5 * DIGIT_SQUARE_PX if figure.shape == "triangle" else middle_y - 2.5 * DIGIT_SQUARE_PX
+        _draw_digit(canvas, figure.digit, round(middle_x - 1.5 * DIGIT_SQUARE_PX), round(digit_y), ink)
 
 
-def _draw_digit(canvas: ImageDraw.ImageDraw, digit: str, left: int, top: int, ink: int) -> None:
+def _draw_digit(canvas: ImageDraw.ImageDraw, digit: str, x: int, y: int, ink: int) -> None:
     size = DIGIT_SQUARE_PX
     for row, squares in enumerate(DIGITS[digit]):
         for column, square in enumerate(squares):
             if square == "#":
-                x, y = left + column * size, top + row * size
-                canvas.rectangle((x, y, x + size - 1, y + size - 1), fill=ink)
+                square_x, square_y = x + column * size, y + row * size
+                canvas.rectangle((square_x, square_y, square_x + size - 1, square_y + size - 1), fill=ink)
