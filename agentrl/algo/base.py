@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -104,6 +104,17 @@ class AdvantageEstimator(Algorithm):
         return {}
 
 
+class TokenScores(NamedTuple):
+    """What a learner computes of ``N`` tokens, on its device and with gradients."""
+
+    scores_N: torch.Tensor
+    """Log-probabilities or a critic's values, at least float32."""
+    entropy_N: torch.Tensor | None
+    """Entropies (nats) of the tokens' distributions; None if none were requested."""
+    centering_N: torch.Tensor | None = None
+    """``Σ c · log p`` over the ids of each token's sampling support, of `agentrl.algo.score_centering`; None without."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossInput:
     """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]`` unless said."""
@@ -132,6 +143,8 @@ class LossInput:
     """The targets of the critic's values, in its batches."""
     entropy_N: torch.Tensor | None = None
     """Entropies (nats) of the learner's distributions, with a gradient; None if the loss needs none."""
+    centering_N: torch.Tensor | None = None
+    """See `TokenScores.centering_N`; None without score centering."""
     source_tokens: Mapping[int, torch.Tensor] = field(default_factory=dict)
     """int64 places among ``N`` of the tokens of each source of a mixed run, by its number; sources without tokens are
     left out. The sizes are known on the host, so nothing waits for a GPU."""

@@ -6,15 +6,17 @@ Legend: ``N`` tokens at the loss mask of a micro-batch, ``R`` its rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from agentrl.algo.base import MAX_LOG_RATIO, Loss, LossInput, LossMetrics, PolicyLoss, TokenLoss
+from agentrl.algo.base import MAX_LOG_RATIO, Loss, LossInput, LossMetrics, PolicyLoss, TokenLoss, TokenScores
 from agentrl.algo.correction import importance_weights
 from agentrl.algo.kl import kl_estimate
 from agentrl.algo.registry import LOSS_KEY, calling_algorithm, make_policy_loss, needs_whole_sequences
+from agentrl.algo.score_centering import centering_coefficients, centering_loss
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch, to_device
 from agentrl.config.algo import AlgoConfig
 from agentrl.core.errors import ConfigError
@@ -69,6 +71,12 @@ class BatchLoss:
         """Return whether the loss needs the reference policy's log-probabilities."""
         return batch.kind == "rl" and self.algo.has_kl and self.algo.kl_in != "reward"
 
+    def centering(self, batch: GlobalBatch) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+        """Return the coefficients of score centering from log-probabilities of learner and engine; None without it."""
+        if batch.kind != "rl" or not self.algo.score_centering:
+            return None
+        return partial(centering_coefficients, config=self.algo.correction)
+
     def needs_ratios(self, batch: GlobalBatch, *, divides_rows: bool = False) -> bool:
         """Return whether the loss needs `SequenceRatios`: parts of sequences are in other micro-batches, or on other ranks."""
         return batch.kind == "rl" and (batch.divided_sequences or divides_rows) and needs_whole_sequences(self.algo)
@@ -78,7 +86,7 @@ class BatchLoss:
         batch: GlobalBatch,
         micro: MicroBatch,
         at_N: torch.Tensor,
-        scores: tuple[torch.Tensor, torch.Tensor | None],
+        scores: TokenScores,
         *,
         reference_N: torch.Tensor | None = None,
         ratio_N: torch.Tensor | None = None,
@@ -89,11 +97,11 @@ class BatchLoss:
             batch: of the micro-batch.
             micro: on the CPU.
             at_N: positions at the loss mask, int64 on the CPU.
-            scores: log-probabilities or values of these tokens on the device, with gradient, and entropies.
+            scores: of these tokens.
             reference_N: the reference policy's log-probabilities, if `needs_reference`.
             ratio_N: of `SequenceRatios`, if `needs_ratios`.
         """
-        scores_N, entropy_N = scores
+        scores_N, entropy_N, centering_N = scores
         row_N = micro.row_L[at_N].long()
         numbers = {number: index for index, number in enumerate(dict.fromkeys(micro.sequences))}
         sequence_R = torch.tensor([numbers[number] for number in micro.sequences], dtype=torch.int64)
@@ -111,6 +119,7 @@ class BatchLoss:
             values_N=self._select(micro.values_L, at_N),
             returns_N=self._select(micro.returns_L, at_N),
             entropy_N=entropy_N if self.algo.needs_entropy else None,
+            centering_N=centering_N,
             source_tokens=self._source_tokens(micro, at_N),
             sequences=len(numbers),
         )
@@ -152,7 +161,8 @@ def make_objective(config: AlgoConfig) -> PolicyObjective:
 
 
 class PolicyObjective:
-    """``Σ weight · (correction · policy loss + kl_coef · KL estimate - entropy_coef · entropy)`` over a micro-batch.
+    """``Σ weight · (correction · policy loss + score centering + kl_coef · KL estimate - entropy_coef · entropy)`` over a
+    micro-batch.
 
     The last two terms have a gradient also where the policy loss is clipped, has no advantage or is rejected.
 
@@ -181,6 +191,9 @@ class PolicyObjective:
                 "correction_mean": correction_N.sum(),
                 "correction_rejected": (correction_N == 0).sum().float(),
             }
+        if self.config.score_centering:
+            assert inputs.centering_N is not None, "the learner gave no score centering"
+            loss_N = loss_N + centering_loss(inputs.advantages_N, inputs.centering_N)
         if self.config.has_kl and self.config.kl_in == "loss":
             reference_N = inputs.reference_logprobs_N
             assert reference_N is not None, "the learner gave no log-probabilities of the reference policy"
@@ -227,7 +240,9 @@ class PolicyObjective:
         """Return importance weights: the driver's, or those of each token alone."""
         if inputs.correction_N is not None or not self._corrects_here:
             return inputs.correction_N
-        log_ratio_N = _learner_logprobs(logprobs_N, inputs) - inputs.logprobs_N
+        # Score centering subtracts the mean of the weights by the log-probabilities of this pass.
+        learner_N = logprobs_N if self.config.score_centering else _learner_logprobs(logprobs_N, inputs)
+        log_ratio_N = learner_N - inputs.logprobs_N
         return importance_weights(log_ratio_N, torch.arange(len(log_ratio_N)), self.config.correction)
 
 

@@ -29,7 +29,10 @@ def row_faults(row: Row) -> Iterator[Fault]:
     if not sizes["token_ids"]:
         yield Fault("it has no tokens", number)
         return
-    for words, faulty_T in {**_mask_faults(row), **_provenance_faults(row)}.items():
+    if row.support is not None and len(row.support) != sizes["token_ids"]:
+        yield Fault(f"it has {sizes['token_ids']} tokens, and the sampling support of {len(row.support)}", number)
+        return
+    for words, faulty_T in {**_mask_faults(row), **_provenance_faults(row), **_support_faults(row)}.items():
         if faulty_T.any():
             token = int(faulty_T.argmax())
             yield Fault(f"{words} ({_values(row, token)})", number, token)
@@ -64,6 +67,16 @@ def _provenance_faults(row: Row) -> Mapping[str, Where]:
         "it was sampled by no policy version": sampled & (row.versions < 0),
         "it was sampled by no known request": sampled & ((row.requests < 0) | (row.requests >= len(row.request_ids))),
         "no engine sampled it, and it has what only samples have": ~sampled & has_sample_values,
+    }
+
+
+def _support_faults(row: Row) -> Mapping[str, Where]:
+    if row.support is None:
+        return {}
+    is_known = row.support.counts > 0
+    return {
+        "it is none of the ids that it was sampled from": is_known & ~row.support.contains(row.token_ids),
+        "no engine sampled it, and it has a sampling support": is_known & (row.provenance != Provenance.SAMPLED),
     }
 
 

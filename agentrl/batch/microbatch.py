@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from agentrl.core.sampling_support import SamplingSupport
 from agentrl.core.types import RowKey
 
 Kind = Literal["rl", "sft", "value"]
@@ -62,6 +63,9 @@ class MicroBatch:
     experts_L: torch.Tensor | None = None
     """uint8 or int16 ``[L, layers, K]`` experts that routers of the policy take, where they are numbers of experts; elsewhere,
     and in all batches without, routers choose."""
+    support: SamplingSupport | None = None
+    """Of the ``L`` tokens: the ids that log-probabilities, of the policy and of the reference, are renormalised over, where it is
+    known. None: log-probabilities are those of the whole vocabulary, or see `GlobalBatch.truncation`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

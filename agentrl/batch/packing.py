@@ -27,6 +27,7 @@ from agentrl.batch.prefix_groups import Division, divide_rows
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
+from agentrl.core.sampling_support import SamplingSupport, concatenate_supports
 from agentrl.core.task import task_source_name
 from agentrl.core.types import Row
 
@@ -58,6 +59,30 @@ def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
     return {"batch/replayed_share": tokens_with_experts / max(1, tokens), "batch/routing_mib": size / 2**20}
 
 
+def packed_support(rows: Sequence[Row], length: int) -> SamplingSupport:
+    """Return the sampling support of packed rows, one after the other, and of padding, which has none."""
+    sizes = [len(row.token_ids) for row in rows]
+    padding = SamplingSupport(np.zeros(length - sum(sizes), np.int32), np.zeros(0, np.int32))
+    support = concatenate_supports([*(row.support for row in rows), padding], [*sizes, len(padding)])
+    assert support is not None, "padding has one"
+    return support
+
+
+def support_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
+    """Return the mean number of ids that trained tokens were sampled from, and their bytes; nothing for batches without."""
+    supports = [(batch.mask_L.numpy(), batch.support) for batch in micro if batch.support is not None]
+    if not supports:
+        return {}
+    counts = np.concatenate([support.counts[mask_L] for mask_L, support in supports])
+    size = sum(
+        array.nbytes
+        for _, support in supports
+        for array in (support.counts, support.token_ids, support.logprobs)
+        if array is not None
+    )
+    return {"batch/support_size": float(counts.mean()) if len(counts) else 0.0, "batch/support_mib": size / 2**20}
+
+
 MULTIPLE = 32
 """Lengths of micro-batches are multiples of this."""
 
@@ -87,6 +112,8 @@ class PackOptions:
     """Of sampling; the learner computes log-probabilities at the same temperature."""
     truncation: Truncation | None = None
     """See `GlobalBatch.truncation`; of batches of kind ``rl`` only."""
+    replays_support: bool = False
+    """Whether micro-batches of kind ``rl`` have the sampling support of rows, without which no token is trained."""
     provenance: Literal["strict", "warn"] = "strict"
     """``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep their weights.
     ``strict`` leaves them for `check_provenance` to refuse."""
@@ -171,7 +198,10 @@ def pack(
     weights = row_weights(rows, options.aggregation, options.context_weight, options.constant_tokens, step_part.units)
     if signals.weights is not None:
         weights = [weight_T * signals.weights[row.key] for row, weight_T in zip(rows, weights, strict=True)]
-    faults = leave_out(rows, weights) if kind != "sft" and options.provenance == "warn" else 0
+    replays_support = options.replays_support and kind == "rl"
+    faults = 0
+    if kind != "sft" and options.provenance == "warn":
+        faults = leave_out(rows, weights, needs_support=replays_support)
     # Sorting by length, then key, makes the batch a function of the set of rows.
     weighted_rows = sorted(
         (
@@ -191,10 +221,18 @@ def pack(
     )
     sequences = _SequenceNumbers()
     micro = [
-        _micro_batch([weighted_rows[index] for index in division.rows], division, options, signals, sequences)
+        _micro_batch(
+            [weighted_rows[index] for index in division.rows],
+            division,
+            options,
+            signals,
+            sequences,
+            replays_support=replays_support,
+        )
         for division in divisions
     ]
-    metrics = _metrics([weighted.row for weighted in weighted_rows], micro, divisions) | routing_metrics(micro)
+    metrics = _metrics([weighted.row for weighted in weighted_rows], micro, divisions)
+    metrics |= routing_metrics(micro) | support_metrics(micro)
     if kind == "rl":
         metrics["train/provenance_faults"] = float(faults)
     ranks = options.data_parallel_size
@@ -250,6 +288,8 @@ def _micro_batch(
     options: PackOptions,
     signals: RowSignals,
     sequences: _SequenceNumbers,
+    *,
+    replays_support: bool,
 ) -> MicroBatch:
     """Return rows as tensors; without rows they are padding only."""
     ends = np.cumsum([0, *(len(weighted.row.token_ids) for weighted in rows)])
@@ -305,6 +345,7 @@ def _micro_batch(
         values_L=optional(signals.values),
         returns_L=optional(signals.returns),
         experts_L=packed_experts([weighted.row.experts for weighted in rows], slices, length),
+        support=packed_support([weighted.row for weighted in rows], length) if replays_support else None,
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from agentrl.batch.microbatch import GlobalBatch, MicroBatch
 from agentrl.core.errors import ProvenanceError, UngradedError
+from agentrl.core.sampling_support import SamplingSupport, TokenIds
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey
 
 _log = logging.getLogger(__name__)
@@ -66,12 +67,18 @@ def check_temperature(rows: Iterable[Row], temperature: float) -> None:
             )
 
 
-def leave_out(rows: Sequence[Row], weights: Sequence[NDArray[np.float32]]) -> int:
-    """Set to 0 the ``weights`` ``[T]`` of masked tokens that no engine sampled, log the first, and return their number."""
+def leave_out(rows: Sequence[Row], weights: Sequence[NDArray[np.float32]], *, needs_support: bool = False) -> int:
+    """Set to 0 the ``weights`` ``[T]`` of masked tokens that no engine sampled, log the first, and return their number.
+
+    With ``needs_support`` also those of tokens whose sampling support is not known.
+    """
     first: str | None = None
     count = 0
     for row, weight in zip(rows, weights, strict=True):
-        for fault, where in _row_faults(row).items():
+        faults = _row_faults(row)
+        if needs_support:
+            faults |= _support_faults(row.mask != 0, row.token_ids, row.support)
+        for fault, where in faults.items():
             bad = where & (weight > 0)
             if bad.any():
                 token = int(bad.argmax())
@@ -116,6 +123,8 @@ def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
         batch.requests_L.numpy(),
     )
     faults["it is padding"] = batch.mask_L.numpy() & (batch.row_L.numpy() < 0)
+    if batch.support is not None:
+        faults |= _support_faults(batch.mask_L.numpy(), batch.token_ids_L.numpy(), batch.support)
     return {fault: where for fault, where in faults.items() if where.any()}
 
 
@@ -142,6 +151,14 @@ def _faults(
         "it has no policy version": mask & (versions < 0),
         "it has no request": mask & (requests < 0),
     }
+
+
+def _support_faults(
+    mask: NDArray[np.bool_], token_ids: TokenIds, support: SamplingSupport | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Return the masked tokens that are none of the ids that they were sampled from, by fault."""
+    is_known = np.zeros(len(mask), np.bool_) if support is None else support.contains(token_ids)
+    return {"its sampling support (sampler.renormalise=engine) was not recorded, or lacks it": mask & ~is_known}
 
 
 def _words(key: RowKey | None, token: int, token_id: int, fault: str) -> str:

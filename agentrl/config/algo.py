@@ -172,6 +172,10 @@ class AlgoConfig(Section):
     routing_replay: bool = False
     """Have the learner's routers take the experts that the engine's chose for each token, with weights of the learner's
     routers (R3, arXiv:2510.11370). For models with experts; docs/reference/algorithms.md says which."""
+    score_centering: bool = False
+    """Take the engine's expected score off the gradient of each token, so that a difference between engine and learner does not
+    move the policy by itself (arXiv:2609.20807). It needs ``sampler.renormalise=engine`` and ``algo.loss.name=reinforce``;
+    docs/reference/algorithms.md."""
     overlong: OverlongConfig = Field(default_factory=OverlongConfig)
     """A penalty for long rollouts."""
     reward_post_process: str | None = None

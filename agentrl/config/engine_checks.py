@@ -13,6 +13,7 @@ from agentrl.config.engine_groups import all_samplers, disaggregated_groups, eva
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
 from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
 from agentrl.config.schema import Config
+from agentrl.config.support_checks import centering_faults, renormalisation_faults
 from agentrl.core.errors import ConfigError
 
 _NGRAM = "NGRAM"
@@ -28,8 +29,8 @@ def engine_faults(config: Config) -> Iterator[str]:
     yield from _groups(config)
     yield from _sampling(config.sampler)
     yield from _tokenizer_workers(config.sampler)
-    if config.sampler.renormalise:
-        yield from _renormalised_sampling(config)
+    yield from renormalisation_faults(config)
+    yield from centering_faults(config)
     if config.sampler.speculative_algorithm is not None:
         yield from _speculative_decoding(config, config.sampler.speculative_algorithm)
     yield from _batch_invariance(config)
@@ -67,38 +68,14 @@ def _engine_addresses(sampler: SamplerConfig) -> Iterator[str]:
 
 def _sampling(sampler: SamplerConfig) -> Iterator[str]:
     """Sampling in training needs log-probabilities of the distribution that was sampled from, and different samples."""
-    if (sampler.top_p < 1 or sampler.top_k > 0) and not (sampler.allow_unnormalised or sampler.renormalise):
+    if (sampler.top_p < 1 or sampler.top_k > 0) and not (sampler.allow_unnormalised or sampler.renormalise != "none"):
         yield (
             f"sampler.top_p={sampler.top_p:g}, sampler.top_k={sampler.top_k}: the engine's log-probabilities are not "
             "renormalised, so the policy gradient would be wrong; set sampler.top_p=1 sampler.top_k=-1, or "
-            "sampler.renormalise=true, or accept it with sampler.allow_unnormalised=true"
+            "sampler.renormalise=engine or learner, or accept it with sampler.allow_unnormalised=true"
         )
     if sampler.max_running == "auto" and sampler.has_router_program:
         yield "sampler.max_running=auto with sampler.router=sglang: that router chooses the engine; set sampler.router=builtin"
-
-
-def _renormalised_sampling(config: Config) -> Iterator[str]:
-    """Whether all log-probabilities of the loss are those of the tokens that top-k and top-p keep."""
-    sampler, algo, key = config.sampler, config.algo, "sampler.renormalise=true"
-    if sampler.top_p == 1 and sampler.top_k <= 0:
-        yield f"{key} without sampler.top_p below 1 or sampler.top_k: sampling keeps all tokens; leave it out"
-    if sampler.allow_unnormalised:
-        yield f"{key} with sampler.allow_unnormalised=true: leave out one of the two"
-    if algo.old_logprobs != "learner":
-        yield (
-            f"{key} with algo.old_logprobs={algo.old_logprobs}: engines return log-probabilities of the whole distribution; set "
-            "algo.old_logprobs=learner"
-        )
-    if algo.correction.active:
-        yield (
-            f"{key} with algo.correction: engine and learner have log-probabilities of different distributions; set "
-            "algo.correction.rollout_is=none, and leave out rollout_rs and m2po_threshold"
-        )
-    if algo.needs_reference or algo.distillation.teachers:
-        yield (
-            f"{key} with algo.kl_coef={algo.kl_coef:g} or teachers: the reference and teachers keep other tokens; set "
-            "algo.kl_coef=0, and leave out algo.distillation.teachers"
-        )
 
 
 def _batch_invariance(config: Config) -> Iterator[str]:

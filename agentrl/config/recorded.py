@@ -68,6 +68,7 @@ SAMPLED = (
     "sampler.temperature",
     "sampler.top_p",
     "sampler.top_k",
+    "sampler.renormalise",
     "sampler.max_new_tokens",
     "sampler.stop",
     "rollout.reset_seed",
@@ -79,6 +80,7 @@ SAMPLED = (
     "self_play.swap_seats",
     "self_play.endpoints",
     "algo.routing_replay",
+    "algo.score_centering",
 )
 """Keys that decide how an episode is sampled, or its reward: rollouts that were recorded with another value are not trained."""
 

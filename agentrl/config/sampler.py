@@ -100,10 +100,11 @@ class SamplerConfig(Section):
     """Nucleus sampling in training; see ``renormalise``."""
     top_k: TopK = -1
     """Top-k sampling in training; see ``renormalise``."""
-    renormalise: bool = False
-    """The learner's log-probabilities are those of the tokens that ``top_k`` and ``top_p`` keep of its own logits, and of the
-    sampled token, as the engine has sampled. It needs ``algo.old_logprobs=learner`` without correction, as engines return
-    those of the whole distribution."""
+    renormalise: Literal["engine", "learner", "none"] = "none"
+    """Log-probabilities of the tokens that ``top_k`` and ``top_p`` leave, as was sampled. ``engine``: the engine returns the ids
+    that it has sampled each token from, and the learner takes these; SGLang does so since 0.5.23, with ``top_k`` from 2 on.
+    ``learner``: it keeps tokens by its own logits, and the sampled one; this needs ``algo.old_logprobs=learner`` without
+    correction, as engines return log-probabilities of the whole distribution. docs/reference/algorithms.md."""
     allow_unnormalised: bool = False
     """Train with top-p or top-k although the engine's log-probabilities are then not those of the distribution sampled from."""
     max_new_tokens: PositiveInt = 64

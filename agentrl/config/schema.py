@@ -147,11 +147,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _resolve_correction(self) -> Config:
         """Choose the ratio's denominator, and the correction, by the engine."""
-        algo = self.algo
+        algo, by_learner = self.algo, self.sampler.renormalise == "learner"
         if algo.old_logprobs == "auto":
-            algo.old_logprobs = "learner" if self.sampler.uses_sglang or self.sampler.renormalise else "sampler"
+            algo.old_logprobs = "learner" if self.sampler.uses_sglang or by_learner else "sampler"
         if algo.correction.rollout_is == "auto":
-            corrects = algo.old_logprobs == "learner" and not self.sampler.renormalise
+            corrects = algo.old_logprobs == "learner" and not by_learner
             algo.correction.rollout_is = "token" if corrects else "none"
         return self
 

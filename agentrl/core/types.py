@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from agentrl.core.experts import Experts
 from agentrl.core.images import IMAGE_MARK, Image, ImageSource, ImageSpan, PlacedImage, load_image
+from agentrl.core.sampling_support import SamplingSupport
 
 Role = Literal["system", "user", "assistant", "tool"]
 """Author of a message, as chat templates name it."""
@@ -328,6 +329,9 @@ class SamplingParams:
     """Continue after any token, ``stop_token_ids`` included: for measurements."""
     experts_from: int | None = None
     """The first token of the prompt whose experts the engine returns; None: it returns none."""
+    support: Literal["ids", "logprobs"] | None = None
+    """What the engine returns of the tokens that ``top_k`` and ``top_p`` leave: their ids, or also their log-probabilities. The
+    log-probabilities of sampled tokens are then those of this distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +351,7 @@ class Generation:
     token_ids: tuple[int, ...]
     """The sampled ids, the end token or stop string included."""
     logprobs: tuple[float, ...]
-    """Log-probability of each sampled id at the sampling temperature."""
+    """Log-probability of each sampled id at the sampling temperature; with ``support`` among its ids."""
     finish_reason: FinishReason
     """Why it ended."""
     versions: tuple[tuple[int, int], ...]
@@ -363,6 +367,8 @@ class Generation:
     did not compute."""
     experts_from: int = 0
     """The first token of ``experts``."""
+    support: SamplingSupport | None = None
+    """What each sampled id was sampled from; None if it was not requested."""
 
 
 @dataclass(slots=True)
@@ -449,6 +455,9 @@ class Row:
     not known. None: of no token. Not recorded in files."""
     images: tuple[ImageSpan, ...] = ()
     """Tokens that stand for images, in their order. All are observed."""
+    support: SamplingSupport | None = None
+    """The ids that each token was sampled from, if ``sampler.renormalise`` is ``engine``; ``logprobs`` are those of this
+    distribution. None: of no token."""
 
 
 @dataclass(frozen=True, slots=True)

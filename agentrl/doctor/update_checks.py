@@ -126,9 +126,11 @@ def _gaps_by_turn(run: RunRecord, band: GapBand) -> str:
 
 
 def sampler_mismatch(run: RunRecord) -> Iterator[Finding]:
-    """Yield that engine and learner disagree on the policy; renormalised log-probabilities are of another distribution."""
+    """Yield that engine and learner disagree on the policy; log-probabilities that the learner alone renormalises are of
+    another distribution.
+    """
     values, limit = run.recent("train/sampler_kl", RECENT), _sampler_limit(run)
-    if not values or mean(values) <= limit or run.config.sampler.renormalise:
+    if not values or mean(values) <= limit or run.config.sampler.renormalise == "learner":
         return
     all_values = run.values("train/sampler_kl")
     gap = run.recent("train/sampler_gap_max", RECENT)

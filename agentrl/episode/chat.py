@@ -109,7 +109,7 @@ class Agent:
         """
         context = replace(self.context, policy=seat.policy)
         if seat.sampler is not None:  # whose tokens are not trained
-            sampling = replace(context.sampling, experts_from=None)
+            sampling = replace(context.sampling, experts_from=None, support=None)
             context = replace(context, sampler=seat.sampler, sampling=sampling)
         first = self.state
         state = EpisodeState(f"{first.rollout_id}.{name}", first.seed, first.attempt, first.reset_seed)

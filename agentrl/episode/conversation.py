@@ -317,7 +317,7 @@ class Conversation(BaseConversation):
         message = self._renderer.parse(generation.token_ids, self.tools, prompt_ids=state.prompt_ids)
         calls = self._with_unique_ids(message.tool_calls) if self.tools else ()
         message = self._unrecorded = replace(message, tool_calls=calls, inline=goes_on)
-        sampled = replace(generation, logprobs=(), experts=None)
+        sampled = replace(generation, logprobs=(), experts=None, support=None)
         prompt_ids, messages = state.prompt_ids, state.messages
         end = prompt_ids[-PROMPT_END:]
         self.last_turn = TurnEnd(message, sampled, len(prompt_ids), end, state.trajectory.tip, messages, len(messages))

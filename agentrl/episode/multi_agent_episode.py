@@ -171,7 +171,7 @@ class MultiAgentEpisode:
             return PolicyParticipant(agent, context, state, self._task, env, self.tools, self._clock)
         context = replace(self._context, policy=seat.policy)
         if seat.sampler is not None:  # whose tokens are not trained
-            sampling = replace(context.sampling, experts_from=None)
+            sampling = replace(context.sampling, experts_from=None, support=None)
             context = replace(context, sampler=seat.sampler, sampling=sampling)
         program = self._programs.get(agent) or self._programs.get(env.role_of(agent))
         if program is not None:

@@ -61,7 +61,7 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class SamplingChange:
-    """Sampling parameters in place of a runner's. Its engines return no experts then."""
+    """Sampling parameters in place of a runner's. Its engines return neither experts nor sampling support then."""
 
     temperature: float
     top_p: float
@@ -164,6 +164,7 @@ class EpisodeRunner:
                 ignore_eos=change.ignore_eos,
                 max_new_tokens=tokens,
                 experts_from=None,
+                support=None,
             )
             limits = replace(context.limits, max_new_tokens=tokens)
             by_source[name] = replace(settings, context=replace(context, limits=limits, sampling=sampling))

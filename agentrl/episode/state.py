@@ -43,7 +43,7 @@ class TurnEnd:
     message: Message
     """The policy's message."""
     generation: Generation
-    """What was sampled, without log-probabilities and experts."""
+    """What was sampled, without log-probabilities, experts and sampling support."""
     prompt_tokens: int
     """Tokens before the turn."""
     prompt_end: tuple[int, ...]

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from agentrl.core import experts
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
+from agentrl.core.sampling_support import SamplingSupport, concatenate_supports, decode_support, encode_support
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 
 _ROOT = -1
@@ -58,6 +59,8 @@ class _Node:
     """Reason for the last fork of that conversation; None before the first."""
     experts: Experts | None = None
     """``[n, layers, K]``, as in `Row`."""
+    support: SamplingSupport | None = None
+    """Of the ``n`` tokens, as in `Row`."""
 
     @property
     def start(self) -> int:
@@ -143,6 +146,11 @@ class _TokenGraph:
         nodes = [self.nodes[index] for index in path]
         return experts.concatenate([node.experts for node in nodes], [len(node.token_ids) for node in nodes])
 
+    def support(self, path: Sequence[int]) -> SamplingSupport | None:
+        """Return the sampling support of the tokens of a path; None if none is known."""
+        nodes = [self.nodes[index] for index in path]
+        return concatenate_supports([node.support for node in nodes], [len(node.token_ids) for node in nodes])
+
     def route(self, tip: int, start: int, routed: Experts) -> None:
         """Record the experts of the tokens from ``start`` on of the path to a node; those that are known stay."""
         for index in reversed(self.path(tip)):
@@ -164,6 +172,8 @@ class _TokenGraph:
                      node.versions[:size], node.request_id, node.turn, node.branch, node.fork)  # fmt: skip
         if node.experts is not None:
             head.experts, node.experts = node.experts[:size], node.experts[size:]
+        if node.support is not None:
+            head.support, node.support = node.support.slice(0, size), node.support.slice(size, len(node.support))
         node.parent = self.add(head)
         node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
         self.children[node.parent] = [index]
@@ -276,6 +286,7 @@ class Trajectory:
             node = self._extend(Provenance.SAMPLED, size)
             node.request_id, node.turn = generation.request_id, turn
             node.token_ids[:], node.logprobs[:] = generation.token_ids, generation.logprobs
+            node.support = generation.support
             for start, version in generation.versions:
                 node.versions[start:] = version
             self._since += generation.token_ids
@@ -343,7 +354,8 @@ class Trajectory:
                     turns[node.request_id] = first_turns[node.branch] + node.turn
             key = RowKey(prompt_id, rollout_id, agent_id, number)
             row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids),
-                      tuple(turns.values()), fork, self.temperature, self._graph.experts(path))  # fmt: skip
+                      tuple(turns.values()), fork, self.temperature, self._graph.experts(path),
+                      support=self._graph.support(path))  # fmt: skip
             rows.append(row)
         return rows if trained else []
 
@@ -406,6 +418,8 @@ def _fault(generation: Generation) -> str | None:
         return f"{len(ids)} token ids and {len(logprobs)} log-probabilities"
     if not ids:
         return None
+    if generation.support is not None and len(generation.support) != len(ids):
+        return f"{len(ids)} token ids and the sampling support of {len(generation.support)}"
     if not generation.request_id:
         return "tokens without a request id"
     if min(ids) < 0 or max(ids) >= _INT32:
@@ -436,6 +450,7 @@ def _node_to_dict(node: _Node) -> dict[str, Any]:
         "branch": list(node.branch),
         "fork": node.fork and node.fork.value,
         "experts": experts.to_dict(node.experts),
+        "support": encode_support(node.support),
     }
 
 
@@ -452,6 +467,7 @@ def _node_from_dict(data: dict[str, Any]) -> _Node:
         tuple(data["branch"]),
         ForkReason(data["fork"]) if data["fork"] else None,
         experts.from_dict(data["experts"]),
+        decode_support(data.get("support")),
     )
 
 

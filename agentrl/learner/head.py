@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import Truncation
+from agentrl.learner.token_support import Coefficients, SupportChunk, TokenSupport
 from agentrl.models.batch_invariant import tiled_product
 
 
@@ -50,6 +52,8 @@ class HeadOptions:
     truncation: Truncation | None = None
     """Top-k and top-p sampling, after which distributions are renormalised. A target always stays in its distribution. The
     computation is not compiled then."""
+    centering: Coefficients | None = None
+    """Coefficients of the ids of a sampling support in score centering, without gradient; None: none is computed."""
 
 
 def token_scores(
@@ -58,7 +62,8 @@ def token_scores(
     bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     options: HeadOptions,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    support: TokenSupport | None = None,
+) -> TokenScores:
     """Return log-probabilities of ``targets_N`` and entropies (nats) of their distributions, at least float32, ``[N]`` each.
 
     Under autocast the factors of the logits are rounded, but not the logits: these are about 20 in size, where adjacent
@@ -70,13 +75,16 @@ def token_scores(
         bias_V: of the head.
         targets_N: int64 token ids.
         options: temperature, and how it is computed.
+        support: the ids that the distributions have; None: all, or what ``options.truncation`` leaves.
     """
     device = hidden_N_H.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_N_H.dtype
     with torch.autocast(device, enabled=False):
         apply: Any = _TokenScores.apply
-        logprobs_N, entropy_N = apply(hidden_N_H, weight_V_H, bias_V, targets_N, dtype, options)
-    return logprobs_N, entropy_N if options.entropy else None
+        logprobs_N, entropy_N, centering_N = apply(hidden_N_H, weight_V_H, bias_V, targets_N, dtype, options, support)
+    return TokenScores(
+        logprobs_N, entropy_N if options.entropy else None, None if options.centering is None else centering_N
+    )
 
 
 def token_values(hidden_N_H: torch.Tensor, weight_1_H: torch.Tensor, bias_1: torch.Tensor | None) -> torch.Tensor:
@@ -92,7 +100,8 @@ class _TokenScores(torch.autograd.Function):
 
     ``∂ log p_t / ∂ z = 1_t - p`` and ``∂ S / ∂ z = -p (log p + S)``.
 
-    With a truncation the softmax is one of the tokens that it keeps, which are constants; other logits have no gradient.
+    With a truncation or a support the softmax is one of the tokens that it keeps, which are constants; other logits have no
+    gradient. With coefficients ``c`` of these tokens, which are constants too, ``∂ Σ c log p / ∂ z = c - p Σ c``.
     """
 
     @staticmethod
@@ -104,22 +113,33 @@ class _TokenScores(torch.autograd.Function):
         targets_N: torch.Tensor,
         dtype: torch.dtype,
         options: HeadOptions,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        compiled = options.compiled and options.truncation is None
+        support: TokenSupport | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        compiled = options.compiled and options.truncation is None and support is None
         statistics = _function(_statistics, compiled)
         factor_V_H = weight_V_H.to(dtype)  # once, not for every chunk
         if options.vocabulary_part is not None:
             targets_N = targets_N - options.vocabulary_part.first
         chunk_statistics, thresholds = [], []
-        for hidden, targets in zip(
-            torch.split(hidden_N_H, options.chunk), torch.split(targets_N, options.chunk), strict=True
+        kept_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for first, hidden, targets in zip(
+            range(0, max(1, len(targets_N)), options.chunk),
+            torch.split(hidden_N_H, options.chunk),
+            torch.split(targets_N, options.chunk),
+            strict=True,
         ):
             logits = _logits(hidden, factor_V_H, bias_V, compiled=compiled, tiled=options.batch_invariant)
-            if options.truncation is None:
+            if support is not None:
+                chunk = _support_chunk(support, first, logits, options)
+                is_kept = chunk.keep(logits.shape[1])
+                if options.centering is not None:
+                    kept_logits.append((chunk.gather(logits) / options.temperature, chunk.is_here_e))
+            elif options.truncation is None:
                 chunk_statistics.append(statistics(logits, targets, options.temperature, options.entropy))
                 continue
-            thresholds.append(_threshold(logits, options))
-            is_kept = _is_kept(logits, targets, thresholds[-1])
+            else:
+                thresholds.append(_threshold(logits, options))
+                is_kept = _is_kept(logits, targets, thresholds[-1])
             chunk_statistics.append(_truncated_statistics(logits, targets, is_kept, options))
         normalizer_N, target_N, mean_N = (torch.cat(chunks) for chunks in zip(*chunk_statistics, strict=True))
         if options.vocabulary_part is not None:
@@ -131,21 +151,35 @@ class _TokenScores(torch.autograd.Function):
         logprobs_N = target_N - normalizer_N
         entropy_N = normalizer_N - mean_N if options.entropy else mean_N
         threshold_N = torch.cat(thresholds) if thresholds else None
-        ctx.save_for_backward(hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N)
-        ctx.dtype, ctx.options = dtype, options
+        centering_N, coefficients_E, total_N = logprobs_N.new_zeros(0), None, None
+        if options.centering is not None:
+            assert support is not None, "score centering is over a sampling support"
+            logits_E, is_here_E = (torch.cat(parts) for parts in zip(*kept_logits, strict=True))
+            centering_N, coefficients_E, total_N = support.centering(
+                logits_E,
+                is_here_E,
+                normalizer_N,
+                options.centering,
+                None if options.vocabulary_part is None else options.vocabulary_part.group,
+            )
+        ctx.save_for_backward(
+            hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N, coefficients_E, total_N
+        )
+        ctx.dtype, ctx.options, ctx.support = dtype, options, support
         ctx.set_materialize_grads(False)
-        return logprobs_N, entropy_N
+        return logprobs_N, entropy_N, centering_N
 
     @staticmethod
     def backward(ctx: Any, *gradients_N: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N = ctx.saved_tensors
-        gradient_logprob_N, gradient_entropy_N = gradients_N
-        needs_gradient = ctx.needs_input_grad
-        if (gradient_logprob_N is None and gradient_entropy_N is None) or not any(needs_gradient):
-            return None, None, None, None, None, None
+        hidden_N_H, weight_V_H, bias_V, targets_N, normalizer_N, entropy_N, threshold_N, *centering = ctx.saved_tensors
+        coefficients_E, total_N = centering
+        gradient_logprob_N, gradient_entropy_N, gradient_centering_N = gradients_N
+        needs_gradient, support = ctx.needs_input_grad, ctx.support
+        if all(gradient_N is None for gradient_N in gradients_N) or not any(needs_gradient):
+            return None, None, None, None, None, None, None
         if gradient_logprob_N is None:
             gradient_logprob_N = torch.zeros_like(normalizer_N)
-        compiled = ctx.options.compiled and threshold_N is None
+        compiled = ctx.options.compiled and threshold_N is None and support is None
         derive = _function(_logits_gradient, compiled)
         factor_V_H = weight_V_H.to(ctx.dtype)
         hidden_gradients, weight_gradient, bias_gradient = [], None, None
@@ -164,8 +198,21 @@ class _TokenScores(torch.autograd.Function):
                 None if gradient_entropy_N is None else gradient_entropy_N[chunk],
                 ctx.dtype if bias_V is None else None,
             )
-            if threshold_N is not None:
+            is_kept: torch.Tensor | None = None
+            if support is not None:
+                ids = _support_chunk(support, first, logits_n_V, ctx.options)
+                is_kept = ids.keep(logits_n_V.shape[1])
+                if coefficients_E is not None and gradient_centering_N is not None:
+                    gradient_n_V = gradient_n_V + _centering_gradient(
+                        logits_n_V / ctx.options.temperature - normalizer_N[chunk, None],
+                        ids,
+                        coefficients_E[ids.slice],
+                        total_N[chunk],
+                        gradient_centering_N[chunk] / ctx.options.temperature,
+                    )
+            elif threshold_N is not None:
                 is_kept = _is_kept(logits_n_V, targets_N[chunk], threshold_N[chunk])
+            if is_kept is not None:
                 gradient_n_V = gradient_n_V.masked_fill(~is_kept, 0)
             if bias_V is not None and needs_gradient[2]:
                 bias_gradient = _add(bias_gradient, gradient_n_V.sum(0))
@@ -178,6 +225,7 @@ class _TokenScores(torch.autograd.Function):
             torch.cat(hidden_gradients).to(hidden_N_H.dtype) if hidden_gradients else None,
             None if weight_gradient is None else weight_gradient.to(weight_V_H.dtype),
             None if bias_gradient is None else bias_gradient.to(bias_V.dtype),
+            None,
             None,
             None,
             None,
@@ -253,6 +301,25 @@ def _is_kept(logits_n_V: torch.Tensor, targets_n: torch.Tensor, threshold_n: tor
     """Return which tokens ``[n, V]`` a truncation keeps, and the targets."""
     is_target_n_V = torch.arange(logits_n_V.shape[1], device=logits_n_V.device) == targets_n[:, None]
     return (logits_n_V >= threshold_n[:, None]) | is_target_n_V
+
+
+def _support_chunk(support: TokenSupport, first: int, logits_n_V: torch.Tensor, options: HeadOptions) -> SupportChunk:
+    """Return the support of the tokens of a chunk, which begins with the token ``first``."""
+    first_id = 0 if options.vocabulary_part is None else options.vocabulary_part.first
+    return support.chunk(first, first + len(logits_n_V), first_id, logits_n_V.shape[1])
+
+
+def _centering_gradient(
+    log_n_V: torch.Tensor,
+    ids: SupportChunk,
+    coefficients_e: torch.Tensor,
+    total_n: torch.Tensor,
+    gradient_n: torch.Tensor,
+) -> torch.Tensor:
+    """Return the gradient of the logits by ``Σ c · log p``; see `_TokenScores`."""
+    gradient_n_V = -log_n_V.exp() * (total_n * gradient_n)[:, None]
+    gradient_e = coefficients_e * gradient_n[ids.token_e]
+    return gradient_n_V.index_put((ids.token_e, ids.column_e), gradient_e, accumulate=True)
 
 
 def _truncated_statistics(

@@ -98,7 +98,7 @@ def first_tokens(micro: MicroBatch, count: int) -> MicroBatch:
         for field in fields(micro)
         if isinstance(value := getattr(micro, field.name), torch.Tensor)
     }
-    return replace(micro, shares_prefixes=False, **cut)
+    return replace(micro, shares_prefixes=False, support=None, **cut)
 
 
 def by_row(micro: MicroBatch, at_N: torch.Tensor, scores_N: torch.Tensor) -> RowScores:

@@ -236,10 +236,10 @@ def tree_input(
     token_N = tree.index_N[at_N.numpy()]
     scored_U, before_U = np.zeros(unique, np.bool_), np.empty(unique, np.int64)
     scored_U[token_N], before_U[token_N] = True, tree.index_N[at_N.numpy() - 1]
-    arrays = (
-        *(np.pad(array, (0, length - unique)) for array in (tree.token_ids_U, tree.depth_U)),
-        *(before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N]),
-    )
+    scored = (before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N])
+    if micro.support is not None:  # rows that share a token may have sampled it from different ids
+        scored = (tree.index_N[at_N.numpy() - 1], tree.token_ids_U[token_N], np.arange(len(token_N)))
+    arrays = (*(np.pad(array, (0, length - unique)) for array in (tree.token_ids_U, tree.depth_U)), *scored)
     token_ids_L, position_ids_L, before_M, targets_M, scored_N = (
         to_device(torch.from_numpy(array), device) for array in arrays
     )

@@ -121,6 +121,7 @@ def _schema() -> Any:
             ("fork", text),
             ("temperature", number),
             ("crc32", pa.int64()),
+            ("support", text),
             *arrays,
         ]
     )
@@ -174,7 +175,8 @@ def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
     rows_by_rollout = []
     for chunk in column.chunks:
         structs = chunk.values
-        small = {name: structs.field(name).to_pylist() for name in SMALL}
+        names = {field.name for field in structs.type}
+        small = {name: structs.field(name).to_pylist() for name in (*SMALL, *names & {"support"})}
         arrays = {name: _split(structs.field(name)) for name in ARRAYS}
         rows = [{name: values[i] for name, values in (small | arrays).items()} for i in range(len(structs))]
         bounds = chunk.offsets.to_pylist()

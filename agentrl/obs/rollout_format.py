@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from agentrl.core.sampling_support import decode_support, encode_support
 from agentrl.core.types import (
     EndpointRecord,
     Failure,
@@ -188,7 +189,10 @@ def row_checksum(row: Row) -> int:
     for name, kind in ARRAYS.items():
         array = np.ascontiguousarray(getattr(row, name), np.dtype(kind).newbyteorder("<"))
         checksum = zlib.crc32(array.tobytes(), checksum)
-    return checksum
+    if row.support is None:
+        return checksum
+    logprobs = b"" if row.support.logprobs is None else row.support.logprobs.tobytes()
+    return zlib.crc32(row.support.counts.tobytes() + row.support.token_ids.tobytes() + logprobs, checksum)
 
 
 def turn_to_dict(turn: Turn) -> dict[str, Any]:
@@ -216,6 +220,7 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
         "fork": row.fork and row.fork.value,
         "temperature": row.temperature,
         "crc32": row_checksum(row),
+        **({} if row.support is None else {"support": encode_support(row.support)}),
         **arrays,
     }
 
@@ -229,6 +234,7 @@ def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> 
         turns=tuple(data["turns"]),
         fork=ForkReason(data["fork"]) if data["fork"] else None,
         temperature=_number(data["temperature"]),
+        support=decode_support(data.get("support")),
         **arrays,
     )
 

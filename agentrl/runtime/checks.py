@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
 from pathlib import Path
 
 from agentrl.algo.registry import make_estimator
@@ -170,6 +172,8 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
         )
     if sampler.uses_sglang and sampler.url is None:
         lacks = _lacks_sglang(sampler.python)
+        if not lacks and sampler.renormalise == "engine":
+            _check_support_version(sampler.python)
         gpu = sampler.device == "cpu" or on_cluster or gpus_here() > 0
         lacks += [] if gpu else ["there is no GPU here"]
         if lacks:
@@ -180,6 +184,21 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
     if sampler.has_router_program:
         require_router()
     check_context(config)
+
+
+_SUPPORT_VERSION = (0, 5, 23)
+"""Of SGLang, which returns the sampling support of tokens since."""
+
+
+def _check_support_version(python: Path | None) -> None:
+    version = Interpreter.probe(python or Path(sys.executable)).version
+    numbers = re.findall(r"\d+", version)[:3]
+    if numbers and tuple(map(int, numbers)) < _SUPPORT_VERSION:
+        minimum = ".".join(map(str, _SUPPORT_VERSION))
+        raise ConfigError(
+            f"sampler.renormalise=engine with SGLang {version}: engines return what tokens were sampled from since {minimum}; "
+            f"install {minimum}, or set sampler.renormalise=learner"
+        )
 
 
 def _lacks_sglang(python: Path | None) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl.config.schema import Config
 from agentrl.core.chat_endpoint import ChatEndpoint
@@ -122,6 +122,7 @@ def _settings(
         stop=tuple(options.stop),
         seed=config.run.seed,
         experts_from=0 if config.algo.routing_replay else None,
+        support=_requested_support(config),
     )
     limits = Limits(
         max_turns=rollout.max_turns,
@@ -145,6 +146,13 @@ def _settings(
         make_lineup(config, models.frozen),
         _load_programs(config),
     )
+
+
+def _requested_support(config: Config) -> Literal["ids", "logprobs"] | None:
+    """Return what engines return of the tokens that top-k and top-p leave."""
+    if config.sampler.renormalise != "engine":
+        return None
+    return "logprobs" if config.algo.score_centering else "ids"
 
 
 def _load_programs(config: Config) -> dict[str, SeatProgram]:

@@ -41,7 +41,10 @@ def pack_options(config: Config, pad_id: int, *models: LearnerGroup | CriticGrou
         aggregation=config.batch.aggregation,
         constant_tokens=config.batch.constant_tokens or config.rollout.max_tokens,
         temperature=config.sampler.temperature,
-        truncation=Truncation(config.sampler.top_k, config.sampler.top_p) if config.sampler.renormalise else None,
+        truncation=Truncation(config.sampler.top_k, config.sampler.top_p)
+        if config.sampler.renormalise == "learner"
+        else None,
+        replays_support=config.sampler.renormalise == "engine",
         provenance=config.train.provenance,
         sources=tuple(config.sources),
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from conformance.engine import GREEDY, Engine, prompt, sample
@@ -37,6 +39,29 @@ class Sampling:
         for at, token in enumerate(generation.token_ids, len(prompt(2)) - 1):
             above = probabilities[at][probabilities[at] > probabilities[at, token] * doubt**2]
             assert len(above) < params.top_k if params.top_k > 0 else float(above.sum()) < params.top_p * doubt
+
+    @pytest.mark.parametrize("mode", ["ids", "logprobs"])
+    def test_supports_are_what_was_sampled_from(self, engine: Engine, mode: Literal["ids", "logprobs"]) -> None:
+        params = SamplingParams(max_new_tokens=24, temperature=0.7, top_k=20, top_p=0.8, support=mode)
+        generation = engine.drive(lambda client: sample(client, prompt(7), params))
+        support, ids = generation.support, generation.token_ids
+        assert support is not None
+        assert support.contains(np.array(ids)).all()
+        assert 1 < support.counts.max() <= 20
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([prompt(7) + list(ids)])).logits[0].float() / 0.7
+        doubt, offsets = math.exp(engine.traits.tolerance), support.offsets
+        for at, (token, logprob) in enumerate(zip(ids, generation.logprobs, strict=True)):
+            kept = torch.from_numpy(support.token_ids[offsets[at] : offsets[at + 1]]).long()
+            token_logits = logits[len(prompt(7)) - 1 + at]
+            logprobs = token_logits[kept].log_softmax(-1)
+            engine.assert_close([logprob], [float(logprobs[kept == token])])
+            if support.logprobs is not None:
+                engine.assert_close(support.logprobs[offsets[at] : offsets[at + 1]], logprobs.numpy())
+            probabilities = token_logits.softmax(-1)
+            assert float(probabilities[kept].sum()) * doubt >= 0.8 or len(kept) == params.top_k
+            assert float(probabilities[kept].min()) * doubt >= float(probabilities.sort().values[-len(kept)])
+        assert (support.logprobs is None) == (mode == "ids")
 
     def test_greedy_is_the_same_alone_and_in_a_batch(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> list[Generation]:

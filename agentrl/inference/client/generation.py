@@ -25,7 +25,15 @@ from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.engine_state import EngineState
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.prefix_ages import PrefixAges, block_use
-from agentrl.inference.client.segments import Segment, Vocabulary, experts_options, join, read_experts
+from agentrl.inference.client.segments import (
+    Segment,
+    Vocabulary,
+    experts_options,
+    join,
+    read_experts,
+    read_support,
+    support_options,
+)
 from agentrl.obs.waiting import REQUEST, waiting
 
 KEEPING = ("retract", "in_place")
@@ -181,7 +189,7 @@ class GenerationClient(ABC):
                 ids = [*prompt.token_ids, *(sampled.generation.token_ids if sampled is not None else ())]
                 remaining = params.max_new_tokens + len(prompt.token_ids) - len(ids)
                 body = generate_body(ids, params, remaining, request.sent_id, self.adapter(policy))
-                body |= experts_options(params, sampled)
+                body |= experts_options(params, sampled) | support_options(params)
                 if (key := self._cache_key()) is not None:
                     body["extra_key"] = key
                 self.unanswered += 1
@@ -336,6 +344,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | int = "default"
     weight_versions: list[_Span] | None = None
     routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float | list[float]] | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -384,9 +394,21 @@ def read_reply(
         versions = tuple((span.start, version_number(span.version)) for span in spans)
     else:
         versions = ((0, version_number(meta.weight_version)),) if ids else ()
+    sampled = read_support(
+        meta.output_token_sampling_mask,
+        meta.output_token_sampling_logprobs,
+        ids,
+        meta.id,
+        body.get("sampling_logprobs_mode"),
+        vocabulary,
+    )
+    if sampled is not None:
+        logprobs = sampled.logprobs
+    elif highest > 0:
+        logprobs = tuple(min(value, 0.0) for value in logprobs)
     generation = Generation(
         token_ids=ids,
-        logprobs=tuple(min(value, 0.0) for value in logprobs) if highest > 0 else logprobs,
+        logprobs=logprobs,
         finish_reason=finish,
         versions=versions,
         cached_tokens=meta.cached_tokens,
@@ -400,6 +422,7 @@ def read_reply(
             vocabulary,
             aborted=finish is FinishReason.ABORT,
         ),
+        support=None if sampled is None else sampled.support,
     )
     return Segment(generation, exact=adapter is not None or meta.weight_versions is not None)
 

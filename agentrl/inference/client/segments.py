@@ -1,9 +1,12 @@
-"""The segments of a turn: what one request returned, experts included, and the joining of two that a pause separated."""
+"""The segments of a turn: what one request returned, with experts and sampling support, and the joining of two that a pause
+separated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +14,7 @@ from numpy.typing import NDArray
 
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts
+from agentrl.core.sampling_support import SamplingSupport, concatenate_supports
 from agentrl.core.types import FinishReason, Generation, SamplingParams
 from agentrl.models.routing import KEY, Routing
 
@@ -63,6 +67,10 @@ def join(first: Segment, second: Segment, stops: Sequence[str], vocabulary: Voca
         verified=start.verified + end.verified,
         experts=_join_experts(start, end, count),
         experts_from=end.experts_from if start.experts is None else start.experts_from,
+        support=concatenate_supports(
+            [start.support, None if end.support is None else end.support.slice(0, count)],
+            [len(start.token_ids), count],
+        ),
     )
     return Segment(generation, first.exact and second.exact)
 
@@ -134,3 +142,86 @@ def read_experts(
         return routing.read(text, max(tokens - 1 - start, 0))
     except ValueError as error:
         raise SamplerError(f"the engine's reply to {body['rid']} has routed_experts that {error}") from error
+
+
+_MODES = {"ids": "selected", "logprobs": "support"}
+"""SGLang's ``sampling_logprobs_mode``, by `SamplingParams.support`."""
+SUPPORT_KEY = "sampler.renormalise"
+
+
+def support_options(params: SamplingParams) -> dict[str, bool | str]:
+    """Return the options of a request for the sampling support of its tokens."""
+    if params.support is None:
+        return {}
+    return {"return_sampling_mask": True, "sampling_logprobs_mode": _MODES[params.support]}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSupport:
+    """The sampling support of a reply."""
+
+    support: SamplingSupport
+    logprobs: tuple[float, ...]
+    """Of the sampled ids among those of their support."""
+
+
+def read_support(
+    masks: Sequence[Sequence[int]] | None,
+    logprobs: Sequence[float | Sequence[float]] | None,
+    ids: Sequence[int],
+    rid: str,
+    mode: str | None,
+    vocabulary: Vocabulary | None,
+) -> SampledSupport | None:
+    """Return the sampling support in a reply; None if none was requested.
+
+    Args:
+        masks: ``output_token_sampling_mask`` of the reply: the ids that each token was sampled from.
+        logprobs: ``output_token_sampling_logprobs``: those of these ids, or of the sampled tokens.
+        ids: the sampled tokens.
+        rid: of the request.
+        mode: its ``sampling_logprobs_mode``; None: no support was requested.
+        vocabulary: of the policy.
+
+    Raises:
+        SamplerError: it is missing, or impossible.
+    """
+    if mode is None:
+        return None
+    if (masks is None or logprobs is None) and not ids:
+        masks = logprobs = ()
+    if masks is None or logprobs is None:
+        raise SamplerError(
+            f"the engine's reply to {rid} has no output_token_sampling_mask, which SGLang returns since 0.5.23; upgrade "
+            f"the engine, or set {SUPPORT_KEY}=learner"
+        )
+    if len(masks) != len(ids) or len(logprobs) != len(ids):
+        fault = f"{len(ids)} tokens, {len(masks)} sampling masks and {len(logprobs)} sampling log-probabilities"
+        raise SamplerError(f"the engine's reply to {rid} has {fault}")
+    counts = np.fromiter(map(len, masks), np.int32, len(masks))
+    kept_ids = np.fromiter(chain.from_iterable(masks), np.int64, int(counts.sum()))
+    id_count = np.iinfo(np.int32).max if vocabulary is None else vocabulary.size
+    if len(kept_ids) and not 0 <= kept_ids.min() <= kept_ids.max() < id_count:
+        raise SamplerError(f"the engine's reply to {rid} has a sampling mask with ids outside of 0 to {id_count - 1}")
+    sampled_ids = np.asarray(ids, np.int64)
+    support = SamplingSupport(counts, kept_ids.astype(np.int32))
+    if not support.contains(sampled_ids).all() or support.has_repeated_ids:
+        raise SamplerError(
+            f"the engine's reply to {rid} has a sampling mask without the sampled token, or with an id twice"
+        )
+    if mode == _MODES["logprobs"]:
+        columns = [values if isinstance(values, Sequence) else (values,) for values in logprobs]
+        if [*map(len, columns)] != counts.tolist():
+            raise SamplerError(
+                f"the engine's reply to {rid} has other numbers of sampling log-probabilities than of ids"
+            )
+        kept_logprobs = np.fromiter(chain.from_iterable(columns), np.float32, len(kept_ids))
+        support = replace(support, logprobs=np.minimum(kept_logprobs, 0))
+        return SampledSupport(support, tuple(support.sampled_logprobs(sampled_ids).tolist()))
+    if any(isinstance(value, Sequence) for value in logprobs):
+        raise SamplerError(
+            f"the engine's reply to {rid} has lists of sampling log-probabilities, requested were single ones"
+        )
+    return SampledSupport(
+        support, tuple(min(float(value), 0.0) for value in logprobs if not isinstance(value, Sequence))
+    )

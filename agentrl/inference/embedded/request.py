@@ -93,6 +93,25 @@ class SamplingOptions:
         """Whether decoding is greedy."""
         return self.temperature < 1e-6 or self.top_k == 1
 
+    @property
+    def truncates(self) -> bool:
+        """Whether it is not sampled from the whole vocabulary."""
+        return self.greedy or self.top_p < 1 or self.top_k > 0
+
+
+SUPPORT_MODES = ("selected", "support")
+"""SGLang's ``sampling_logprobs_mode``: log-probabilities of the sampled tokens, or of all ids that they were sampled from."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """The ids that top-k and top-p left for a token, and their log-probabilities, renormalised."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_logprob: float
+    """Of the id that was sampled."""
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -117,6 +136,8 @@ class Request:
     """Log-probabilities of the prompt's tokens after ``score_from``."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[KeptTokens] = field(default_factory=list)
+    """Of each token of the output, with ``return_sampling_mask``."""
     versions: list[tuple[int, str]] = field(default_factory=list)
     """``(start, weight version)``: the version that samples from output token ``start`` on."""
     cached: int = -1
@@ -135,6 +156,11 @@ class Request:
     def score_from(self) -> int | None:
         """With a number, the log-probabilities of the prompt's tokens after this one are computed, and nothing is sampled."""
         return self.input.score_from
+
+    @property
+    def support(self) -> str | None:
+        """How the log-probabilities of what tokens were sampled from are returned; None: not at all."""
+        return self.input.support
 
     def tokens(self) -> NDArray[np.int32]:
         """Return the token ids of prompt and output."""
@@ -162,6 +188,8 @@ class GenerateInput:
     """``routed_experts_start_len``, with ``return_routed_experts``: the first token whose experts are returned."""
     adapter: str | None = None
     """``lora_path``: name of a loaded adapter."""
+    support: str | None = None
+    """``sampling_logprobs_mode``, with ``return_sampling_mask``; None: without."""
     extra_key: str | None = None
     """Only prefixes of requests with the same key are reused."""
 
@@ -191,12 +219,32 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     adapter = body.get("lora_path")
     if adapter is not None and not isinstance(adapter, str):
         raise BadRequestError(f"lora_path={adapter!r}: the embedded engine takes one name for all prompts")
+    support = _support_mode(body)
+    if support is not None and any(not generate_input.options.truncates for generate_input in inputs):
+        raise BadRequestError("return_sampling_mask requires top_p below 1, top_k from 1 on, or greedy sampling")
     key = body.get("extra_key")
     if key is not None and not isinstance(key, str):
         raise BadRequestError(f"extra_key={key!r}: the embedded engine takes one string for all prompts")
     return [
-        replace(generate_input, experts_from=experts_from, adapter=adapter, extra_key=key) for generate_input in inputs
+        replace(generate_input, experts_from=experts_from, adapter=adapter, support=support, extra_key=key)
+        for generate_input in inputs
     ], batch
+
+
+def _support_mode(body: Mapping[str, object]) -> str | None:
+    """Return the ``sampling_logprobs_mode`` of a body with ``return_sampling_mask``."""
+    mode, returns_mask = body.get("sampling_logprobs_mode"), body.get("return_sampling_mask")
+    if returns_mask not in (None, True, False):
+        raise BadRequestError(
+            f"return_sampling_mask={returns_mask!r}: the embedded engine takes true or false for all prompts"
+        )
+    if not returns_mask:
+        if mode is not None:
+            raise BadRequestError("sampling_logprobs_mode can only be set when return_sampling_mask=true")
+        return None
+    if mode not in (None, *SUPPORT_MODES):
+        raise BadRequestError(f"sampling_logprobs_mode={mode!r} is none of {', '.join(SUPPORT_MODES)}")
+    return SUPPORT_MODES[0] if mode is None else str(mode)
 
 
 def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> GenerateInput:

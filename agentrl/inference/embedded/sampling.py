@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from agentrl.inference.embedded.request import Request
+from agentrl.inference.embedded.request import KeptTokens, Request
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
@@ -44,11 +44,12 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def sample(
     logits_BV: Tensor, requests: Sequence[Request], *, batch_invariant: bool = False
-) -> tuple[list[int], list[float]]:
-    """Return a token id and its log-probability for each request: a pure function of logits, seeds and positions.
+) -> tuple[list[int], list[float], list[KeptTokens | None]]:
+    """Return a token id, its log-probability and its sampling support for each request: a pure function of logits, seeds and
+    positions.
 
     Log-probabilities are those of the full distribution at the request's temperature (temperature 1 if it is greedy),
-    not renormalised after top-p and top-k, as in SGLang.
+    not renormalised after top-p and top-k, as in SGLang. Those of the support are renormalised.
 
     Raises:
         FloatingPointError: the model's logits are not finite.
@@ -57,15 +58,32 @@ def sample(
     temperatures = torch.tensor([1.0 if r.options.greedy else r.options.temperature for r in requests])
     scaled_BV = logits_BV / temperatures[:, None]
     logprobs_BV = scaled_BV.log_softmax(-1)
+    filtered_BV: Tensor | None = None
     if bool(greedy.all()):
         ids = logits_BV.argmax(-1)
     else:
-        ids = _draw(_apply_top_k_top_p(logprobs_BV.exp(), requests), _uniforms(requests))
+        filtered_BV = _apply_top_k_top_p(logprobs_BV.exp(), requests)
+        ids = _draw(filtered_BV, _uniforms(requests))
         ids = torch.where(greedy, logits_BV.argmax(-1), ids) if bool(greedy.any()) else ids
     chosen = _chosen(scaled_BV, logprobs_BV, ids, batch_invariant=batch_invariant)
     if not bool(chosen.isfinite().all()):
         raise FloatingPointError("the model's logits are not finite: its weights are broken")
-    return ids.tolist(), chosen.tolist()
+    supports = [
+        None if request.support is None else _kept_tokens(scaled_BV[row], filtered_BV, row, int(ids[row]), request)
+        for row, request in enumerate(requests)
+    ]
+    return ids.tolist(), chosen.tolist(), supports
+
+
+def _kept_tokens(scaled_V: Tensor, filtered_BV: Tensor | None, row: int, sampled: int, request: Request) -> KeptTokens:
+    """Return what a token was sampled from, by the learner's own formula."""
+    if request.options.greedy or filtered_BV is None:
+        return KeptTokens([sampled], [0.0], 0.0)
+    is_kept_V = filtered_BV[row] > 0
+    normalizer = scaled_V.masked_fill(~is_kept_V, float("-inf"))[None].logsumexp(-1)
+    logprobs_V = scaled_V - normalizer
+    (kept_ids,) = is_kept_V.nonzero(as_tuple=True)
+    return KeptTokens(kept_ids.tolist(), logprobs_V[kept_ids].tolist(), float(logprobs_V[sampled]))
 
 
 def prompt_logprobs(logits_TV: Tensor, token_ids: NDArray[np.int32], *, batch_invariant: bool = False) -> list[float]:

@@ -142,6 +142,12 @@ class Scheduler:
         if request.input.logprobs:
             pairs = zip(request.logprobs, request.output, strict=True)
             meta["output_token_logprobs"] = [[lp, token, None] for lp, token in pairs]
+        if request.support is not None:
+            meta["output_token_sampling_mask"] = [support.token_ids for support in request.supports]
+            meta["output_token_sampling_logprobs"] = [
+                support.logprobs if request.support == "support" else support.sampled_logprob
+                for support in request.supports
+            ]
         if request.score_from is not None:  # the first has none, as in SGLang, whatever comes before it
             scored = zip([None, *request.scores], request.prompt[request.score_from :].tolist(), strict=False)
             meta["input_token_logprobs"] = [[lp, token, None] for lp, token in scored]
@@ -186,8 +192,10 @@ class Scheduler:
         if any(request.score_from is not None for request in requests):
             logits, requests = self._score(logits, requests, [segments[index].kept for index in order])
         if requests:
-            tokens, logprobs = sample(logits, requests, batch_invariant=self.model.batch_invariant)
-            for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
+            sampled = sample(logits, requests, batch_invariant=self.model.batch_invariant)
+            for request, token, logprob, support in zip(requests, *sampled, strict=True):
+                if support is not None:
+                    request.supports.append(support)
                 self._append(request, token, logprob)
         self._remove_finished()
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,27 @@ from numpy.typing import NDArray
 from torch import nn
 from typing_extensions import override
 
+from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.head import HeadOptions, token_scores, token_values
 from agentrl.learner.routing_replay import experts_by_layer
+from agentrl.learner.token_support import Coefficients, TokenSupport
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
 from agentrl.models.load import value_head
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What is computed of the distributions that tokens are scored with; see `HeadOptions`."""
+
+    temperature: float
+    entropy: bool
+    truncation: Truncation | None
+    centering: Coefficients | None
+    support: TokenSupport | None
+    """The ids that the distributions have; see `token_scores`."""
 
 
 class PackedModel(nn.Module):
@@ -55,25 +70,27 @@ class PackedModel(nn.Module):
         temperature: float,
         entropy: bool = False,
         truncation: Truncation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        centering: Coefficients | None = None,
+    ) -> TokenScores:
         """Score the tokens at ``places_N`` given the tokens before them in their rows.
 
         Args:
-            micro: token ids, positions and rows, on the CPU.
+            micro: token ids, positions, rows and sampling support, on the CPU.
             places_N: positions of the tokens to score, never the first of a row; FSDP would move a tensor to the GPU. With
                 a context, those of `local_positions`.
             temperature: logits are divided by it.
             entropy: whether to compute entropies.
             truncation: see `HeadOptions.truncation`.
+            centering: see `HeadOptions.centering`.
 
         Returns:
             what `_score` returns.
         """
         device, at_N = self.hf.device, torch.from_numpy(places_N)
+        support = None if micro.support is None else TokenSupport(micro.support.select(places_N), device)
+        distribution = Distribution(temperature, entropy, truncation, centering, support)
         if micro.shares_prefixes:
-            return self._score_tree(
-                tree_input(micro, at_N, device, self.windows, self._ranks), temperature, entropy, truncation
-            )
+            return self._score_tree(tree_input(micro, at_N, device, self.windows, self._ranks), distribution)
         token_ids_L, position_ids_L, row_L = micro.token_ids_L, micro.position_ids_L, micro.row_L
         targets_N = to_device(token_ids_L[at_N], device)
         token_ids_R_L, position_ids_R_L, row_R_L = token_ids_L[None], position_ids_L[None], row_L[None]
@@ -88,7 +105,7 @@ class PackedModel(nn.Module):
         with torch.autocast(device.type, torch.bfloat16, enabled=self.autocast):
             hidden = self._hidden(token_ids_R_L, position_ids_R_L, packed, replayed_experts)
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
-            return self._score(hidden_N_H, targets_N, temperature, entropy, truncation)
+            return self._score(hidden_N_H, targets_N, distribution)
 
     def local_positions(self, micro: MicroBatch, at_N: torch.Tensor) -> torch.Tensor:
         """Return the positions in ``at_N`` of tokens that are predicted from this rank's part; without a context all."""
@@ -130,9 +147,7 @@ class PackedModel(nn.Module):
         divided = DividedRows(rows, self.context)
         return token_ids_R_L[:, token_slice], position_ids_R_L[:, token_slice], before_N - token_slice.start, divided
 
-    def _score_tree(
-        self, inputs: TreeInput, temperature: float, entropy: bool, truncation: Truncation | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _score_tree(self, inputs: TreeInput, distribution: Distribution) -> TokenScores:
         """Return what `forward` does, for rows that share prefixes."""
         assert not self.separates_rows, "layers that mix rows cannot share prefixes"
         token_ids, position_ids, before_M, packed = self._slice_inputs(
@@ -142,9 +157,12 @@ class PackedModel(nn.Module):
             replayed_experts = self._replayed_experts(inputs.experts_L, len(inputs.token_ids_L))
             hidden = self._hidden(token_ids, position_ids, packed, replayed_experts)
             hidden_M_H = _select_lines(hidden, before_M)
-            scores_M, entropy_M = self._score(hidden_M_H, inputs.targets_M, temperature, entropy, truncation)
+            scores_M, entropy_M, centering_M = self._score(hidden_M_H, inputs.targets_M, distribution)
+        if distribution.support is not None:  # of each row's token: none is shared
+            return TokenScores(scores_M, entropy_M, centering_M)
         scores_N = _select_lines(scores_M[:, None], inputs.scored_N)[:, 0]
-        return scores_N, None if entropy_M is None else _select_lines(entropy_M[:, None], inputs.scored_N)[:, 0]
+        entropy_N = None if entropy_M is None else _select_lines(entropy_M[:, None], inputs.scored_N)[:, 0]
+        return TokenScores(scores_N, entropy_N)
 
     def _replayed_experts(self, experts_L: torch.Tensor | None, length: int) -> torch.Tensor | None:
         """Return the experts of this rank's tokens by layer; None if routers choose them."""
@@ -177,10 +195,8 @@ class PackedModel(nn.Module):
         self,
         hidden_N_H: torch.Tensor,
         targets_N: torch.Tensor,
-        temperature: float,
-        entropy: bool,
-        truncation: Truncation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        distribution: Distribution,
+    ) -> TokenScores:
         """Return the scores of tokens from the hidden states before them, at least float32, and entropies if wanted."""
         raise NotImplementedError
 
@@ -203,21 +219,20 @@ class PolicyModel(PackedModel):
         self,
         hidden_N_H: torch.Tensor,
         targets_N: torch.Tensor,
-        temperature: float,
-        entropy: bool,
-        truncation: Truncation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        distribution: Distribution,
+    ) -> TokenScores:
         """Return log-probabilities and entropies; see `token_scores`."""
         head: Any = self.head
         options = HeadOptions(
-            temperature,
-            entropy,
+            distribution.temperature,
+            distribution.entropy,
             self.logits_chunk,
             self.compiled,
-            truncation=truncation,
+            truncation=distribution.truncation,
+            centering=distribution.centering,
             batch_invariant=self.batch_invariant,
         )
-        return token_scores(hidden_N_H, head.weight, head.bias, targets_N, options)
+        return token_scores(hidden_N_H, head.weight, head.bias, targets_N, options, distribution.support)
 
 
 class ValueModel(PackedModel):
@@ -232,9 +247,7 @@ class ValueModel(PackedModel):
         self,
         hidden_N_H: torch.Tensor,
         targets_N: torch.Tensor,
-        temperature: float,
-        entropy: bool,
-        truncation: Truncation | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        distribution: Distribution,
+    ) -> TokenScores:
         """Return values; a value has no entropy."""
-        return token_values(hidden_N_H, self.head.weight, self.head.bias), None
+        return TokenScores(token_values(hidden_N_H, self.head.weight, self.head.bias), None)

@@ -134,7 +134,14 @@ class FsdpRank(BackendRank):
         ratios = self._sequence_ratios(batch)
         for micro, reference_N, ratio_N in zip(micros, references, ratios, strict=True):
             at_N = self.model.local_positions(micro, mask_positions(micro))
-            scores = self.model(micro, at_N.numpy(), batch.temperature, batch.kind == "rl", batch.truncation)
+            scores = self.model(
+                micro,
+                at_N.numpy(),
+                batch.temperature,
+                batch.kind == "rl",
+                batch.truncation,
+                self.loss.centering(batch),
+            )
             loss, loss_metrics = self.loss(batch, micro, at_N, scores, reference_N=reference_N, ratio_N=ratio_N)
             torch.autograd.backward(loss)
             metrics.add(loss, len(at_N), loss_metrics)
@@ -152,8 +159,8 @@ class FsdpRank(BackendRank):
         ratios = SequenceRatios(batch, self.device)
         for micro in micros:
             at_N = self.model.local_positions(micro, mask_positions(micro))
-            logprobs_N, _ = self.model(micro, at_N.numpy(), batch.temperature, truncation=batch.truncation)
-            ratios.add(*self.loss.log_ratio(micro, at_N, logprobs_N))
+            scores = self.model(micro, at_N.numpy(), batch.temperature, truncation=batch.truncation)
+            ratios.add(*self.loss.log_ratio(micro, at_N, scores[0]))
         reshard(self.model)
         return [*ratios.reduce()]
 
@@ -183,7 +190,7 @@ class FsdpRank(BackendRank):
             return
         rows = first_tokens(micros[0], _COMPILED_TOKENS)
         at_N = self.model.local_positions(rows, score_positions(rows))
-        scores_N, _ = model(rows, at_N.numpy(), batch.temperature)
+        scores_N = model(rows, at_N.numpy(), batch.temperature)[0]
         if torch.is_grad_enabled():
             torch.autograd.backward(scores_N.sum())
             self._zero_grad()

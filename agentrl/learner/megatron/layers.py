@@ -29,11 +29,13 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
+from agentrl.algo.base import TokenScores
 from agentrl.config.learner import Recompute
 from agentrl.learner.attention import DividedRows, PackedRows, packed_attention
 from agentrl.learner.context_parallel import all_gather, all_reduce, reduce_scatter, with_reduced_gradient
 from agentrl.learner.head import HeadOptions, VocabularyPart, token_scores, token_values
 from agentrl.learner.layers import prepare_forward
+from agentrl.learner.token_support import TokenSupport
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,13 @@ class ValueHead(nn.Module):
 
 
 def logprobs_at(
-    chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor, targets_N: torch.Tensor, options: HeadOptions
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    chunk: Any,
+    hidden_L_H: torch.Tensor,
+    places_N: torch.Tensor,
+    targets_N: torch.Tensor,
+    options: HeadOptions,
+    support: TokenSupport | None = None,
+) -> TokenScores:
     """Return log-probabilities and entropies; see `token_scores`.
 
     Args:
@@ -265,6 +272,7 @@ def logprobs_at(
         places_N: int64 indices of the hidden states before the tokens, among those of all tensor-parallel ranks.
         targets_N: int64 token ids.
         options: without ``part``.
+        support: the ids that the tokens' distributions have.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     # Each rank has the gradient by its part of the vocabulary, which the ranks add up.
@@ -276,7 +284,8 @@ def logprobs_at(
     weight_V_H = chunk.shared_embedding_or_output_weight() if is_tied else chunk.output_layer.weight
     vocabulary_part = VocabularyPart(len(weight_V_H) * group.rank(), group) if group.size() > 1 else None
     hidden_N_H = hidden_L_H.index_select(0, places_N)
-    return token_scores(hidden_N_H, weight_V_H, None, targets_N, replace(options, vocabulary_part=vocabulary_part))
+    options = replace(options, vocabulary_part=vocabulary_part)
+    return token_scores(hidden_N_H, weight_V_H, None, targets_N, options, support)
 
 
 def values_at(chunk: Any, hidden_L_H: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:

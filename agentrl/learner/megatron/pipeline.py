@@ -6,6 +6,7 @@ Legend: ``L`` tokens of a micro-batch, ``N`` tokens to score, ``H`` hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,15 +15,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
+from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.batch.packing import MULTIPLE
 from agentrl.learner.head import HeadOptions
 from agentrl.learner.megatron.layers import PackedTokens, logprobs_at, values_at
 from agentrl.learner.megatron.model import MegatronModel, local_tokens, packed_tokens, rank_context
+from agentrl.learner.token_support import Coefficients, TokenSupport
 
-Scores = tuple[torch.Tensor, torch.Tensor | None]
-"""Log-probabilities or values ``[N]``, at least float32, and entropies if requested."""
-Consumer = Callable[[int, Scores], torch.Tensor | None]
+Consumer = Callable[[int, TokenScores], torch.Tensor | None]
 """Called with the index of a micro-batch and its scores. Returns the loss if there is a backward pass."""
 
 
@@ -70,6 +71,7 @@ class Pipeline:
         entropy: bool = False,
         backward: bool = False,
         truncation: Truncation | None = None,
+        centering: Coefficients | None = None,
     ) -> None:
         """Pass micro-batches through the model. Collective.
 
@@ -81,13 +83,17 @@ class Pipeline:
             entropy: whether to compute entropies.
             backward: whether gradients are accumulated.
             truncation: see `HeadOptions.truncation`.
+            centering: see `HeadOptions.centering`.
         """
         padding = self._padding(len(micros))
+        options = HeadOptions(
+            temperature, entropy, self._logits_chunk, self._compiled, truncation=truncation, centering=centering
+        )
         inputs = [*zip([*micros, *padding], [*places, *(_NO_PLACES for _ in padding)], strict=True)]
 
         def score_and_consume(number: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             micro, at_N = inputs[number]
-            scores = self._scores(hidden, micro, at_N, temperature, entropy, truncation)
+            scores = self._scores(hidden, micro, at_N, options)
             loss = consume(number, scores) if number < len(micros) else scores[0].sum()
             return (loss if loss is not None else hidden.new_zeros(())), torch.zeros((), dtype=torch.int), None
 
@@ -125,22 +131,17 @@ class Pipeline:
         weight = float(micro.weight_L.sum())
         return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L, weight)
 
-    def _scores(
-        self,
-        hidden: torch.Tensor,
-        micro: MicroBatch,
-        at_N: torch.Tensor,
-        temperature: float,
-        entropy: bool,
-        truncation: Truncation | None,
-    ) -> Scores:
+    def _scores(self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, options: HeadOptions) -> TokenScores:
         """Return the scores of tokens from the last stage's output ``[1, L, H]``. A value has no entropy."""
         chunk = self.model.chunks[-1]
         places_N = to_device(at_N - 1 - local_tokens(len(micro.token_ids_L)).start, self._device)
         if self.model.values:
-            return values_at(chunk, hidden[0], places_N), None
-        options = HeadOptions(temperature, entropy, self._logits_chunk, self._compiled, truncation=truncation)
-        return logprobs_at(chunk, hidden[0], places_N, to_device(micro.token_ids_L[at_N], self._device), options)
+            return TokenScores(values_at(chunk, hidden[0], places_N), None)
+        if micro.support is None and options.centering is not None:  # padding only
+            options = replace(options, centering=None)
+        support = None if micro.support is None else TokenSupport(micro.support.select(at_N.numpy()), self._device)
+        targets_N = to_device(micro.token_ids_L[at_N], self._device)
+        return logprobs_at(chunk, hidden[0], places_N, targets_N, options, support)
 
 
 _NO_PLACES = torch.zeros(0, dtype=torch.int64)

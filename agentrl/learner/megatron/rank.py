@@ -32,6 +32,7 @@ from megatron.core import parallel_state
 from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
+from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
@@ -42,7 +43,6 @@ from agentrl.learner.base import RankOptions, RowScores, StreamSource
 from agentrl.learner.device import compiles
 from agentrl.learner.megatron.cpu import computing_on
 from agentrl.learner.megatron.options import learner_options
-from agentrl.learner.megatron.pipeline import Scores
 from agentrl.learner.megatron.policies import LoadedModel, copy_weights, load_reference, load_trained, start_groups
 from agentrl.learner.megatron.senders import PartSource, RankPart, rank_parts
 from agentrl.learner.megatron.state import OPTIMIZER, state_to_load, state_to_save
@@ -98,7 +98,7 @@ class MegatronRank(BackendRank):
         references = self._reference_logprobs(batch, places)
         ratios = self._sequence_ratios(batch, places)
 
-        def compute_loss(number: int, scores: Scores) -> torch.Tensor:
+        def compute_loss(number: int, scores: TokenScores) -> torch.Tensor:
             loss, loss_metrics = self.loss(
                 batch, micros[number], places[number], scores, reference_N=references[number], ratio_N=ratios[number]
             )
@@ -116,6 +116,7 @@ class MegatronRank(BackendRank):
             entropy=has_entropy,
             backward=True,
             truncation=batch.truncation,
+            centering=self.loss.centering(batch),
         )
 
     @override
@@ -151,7 +152,7 @@ class MegatronRank(BackendRank):
             return [None] * len(micros)
         ratios = SequenceRatios(batch, self.device)
 
-        def add(number: int, scores: Scores) -> None:
+        def add(number: int, scores: TokenScores) -> None:
             ratios.add(*self.loss.log_ratio(micros[number], places[number], scores[0]))
 
         pipeline.run(micros, places, batch.temperature, add, truncation=batch.truncation)
@@ -164,7 +165,7 @@ class MegatronRank(BackendRank):
         if not self.loss.needs_reference(batch):
             return logprobs
 
-        def keep(number: int, scores: Scores) -> None:
+        def keep(number: int, scores: TokenScores) -> None:
             logprobs[number] = scores[0]
 
         self._find_model("reference").pipeline.run(micros, places, batch.temperature, keep)
@@ -186,7 +187,7 @@ class MegatronRank(BackendRank):
         row_scores: RowScores = {}
         returns = parallel_state.get_tensor_model_parallel_rank() == 0
 
-        def keep(number: int, scores: Scores) -> None:
+        def keep(number: int, scores: TokenScores) -> None:
             if returns:
                 row_scores.update(by_row(micros[number], places[number], scores[0]))
 

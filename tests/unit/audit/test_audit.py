@@ -15,6 +15,7 @@ from agentrl.audit.report import Fault
 from agentrl.audit.run import audit_files, rollout_faults
 from agentrl.audit.texts import Texts
 from agentrl.cli.main import main
+from agentrl.core.sampling_support import SamplingSupport
 from agentrl.core.types import FinishReason, ForkReason, Rollout, StopReason, Turn
 from agentrl.episode.trajectory import Trajectory
 from agentrl.obs.parquet import write_parquet
@@ -55,6 +56,13 @@ def test_good_rollouts_pass(tmp_path):
     assert report.sampled == report.trained == 3 * 8
     assert report.forks == {"branch": 3, "context": 3}
     assert (report.turns, report.drifted) == (12, 0)
+
+
+def make_support(ids: dict[int, list[int]], tokens: int = len(good().rows[0].token_ids)) -> SamplingSupport:
+    """Return a support of some tokens of the first row."""
+    kept = [ids.get(place, []) for place in range(tokens)]
+    flat = [token for token_ids in kept for token in token_ids]
+    return SamplingSupport(np.array([*map(len, kept)], np.int32), np.array(flat, np.int32))
 
 
 PLACES = {
@@ -112,6 +120,14 @@ PLACES = {
         2,
         "policy version is 2, and in row 0 1",
     ),
+    "a sampling support of other tokens": (
+        {"support": make_support({3: [99, 98]})},
+        0,
+        3,
+        "none of the ids that it was sampled from",
+    ),
+    "a sampling support of an observation": ({"support": make_support({0: [1]})}, 0, 0, "has a sampling support"),
+    "a sampling support too short": ({"support": make_support({}, tokens=3)}, 0, None, "the sampling support of 3"),
     "another row's number": ({"key": dataclasses.replace(good().rows[1].key, row=5)}, 1, None, "stands in place 1"),
 }
 

@@ -11,7 +11,9 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 
 GPU = ["sampler.backend=sglang"]
-CUT = ["sampler.top_p=0.9", "sampler.renormalise=true"]
+CUT = ["sampler.top_p=0.9", "sampler.renormalise=learner"]
+ENGINE = ["sampler.top_p=0.9", "sampler.renormalise=engine"]
+CENTERED = [*ENGINE, "algo.score_centering=true", "algo.loss.name=reinforce"]
 INVARIANT = [
     *("sampler.embedded.batch_invariant=true", "learner.batch_invariant=true", "learner.device=cpu"),
     *("learner.precision=float32", "learner.threads=1"),
@@ -70,6 +72,10 @@ def test_ways_that_lead_nowhere(settings: list[str], why: str) -> None:
         ["sampler.sglang.speculative_algorithm=DFLASH", "sampler.backend=embedded"],
         CUT,
         [*CUT, "sampler.backend=sglang", "sampler.top_k=50"],
+        [*ENGINE, "algo.kl_coef=0.1"],
+        [*ENGINE, *GPU, "sampler.top_k=50"],
+        CENTERED,
+        [*CENTERED, "algo.old_logprobs=learner", "algo.correction.rollout_is=token"],
         [*ADAPTERS, *GPU, "placement.mode=disaggregate", "sampler.sglang={tp_size: 2}"],
     ],
 )
@@ -86,12 +92,21 @@ def test_ways_that_are_open(settings: list[str]) -> None:
         (["sampler.url=http://a:1", "sampler.keep_minutes=5"], r"sampler\.keep_minutes=5: running engines .* stay"),
         (["weights.adapters=only", "learner.lora={}", "sampler.keep_minutes=5"], r"leave out sampler\.keep_minutes"),
         (["sampler.port=65535", "sampler.engines=2"], r"lower sampler\.port"),
-        (["sampler.top_p=0.9"], r"sampler\.renormalise=true, or .*sampler\.allow_unnormalised=true"),
+        (["sampler.top_p=0.9"], r"sampler\.renormalise=engine or learner, or .*sampler\.allow_unnormalised=true"),
         ([*CUT, "sampler.allow_unnormalised=true"], "leave out one of the two"),
         ([*CUT, "sampler.top_p=1"], "sampling keeps all tokens"),
         ([*CUT, "algo.old_logprobs=sampler"], r"set algo\.old_logprobs=learner"),
         ([*CUT, "algo.correction.rollout_is=token"], r"set algo\.correction\.rollout_is=none"),
         ([*CUT, "algo.kl_coef=0.1"], r"set algo\.kl_coef=0"),
+        ([*ENGINE, "algo.distillation.teachers.t.url=http://a:1"], "teachers: they score the whole distribution"),
+        ([*ENGINE, *GPU], r"sampler\.top_k=-1: .* set sampler\.top_k from 2 to .*sampling_mask_max_tokens=4096"),
+        ([*ENGINE, *GPU, "sampler.top_k=8", "sampler.sglang.sampling-mask-max-tokens=4"], "from 2 to .*=4"),
+        ([*ENGINE, *GPU, "sampler.top_k=8", "sampler.router=sglang"], r"set sampler\.router=builtin"),
+        ([*ENGINE, *NGRAM, "sampler.top_k=8"], r"no sampling support of drafts; .*sampler\.renormalise=learner"),
+        (["algo.score_centering=true", "algo.loss.name=reinforce"], r"set sampler\.renormalise=engine with"),
+        ([*ENGINE, "algo.score_centering=true"], r"algo\.loss\.name=ppo_clip: .* set algo\.loss\.name=reinforce"),
+        ([*CENTERED, "algo.correction.rollout_is=sequence"], r"set algo\.correction\.rollout_is=token or none"),
+        ([*CENTERED, "algo.correction.rollout_rs=[token_k1]"], "leave out rollout_is_batch_normalize, rollout_rs"),
         (
             [*INVARIANT[1:]],
             r"learner\.batch_invariant=true without sampler\.embedded\.batch_invariant=true: .* set both",

@@ -610,7 +610,7 @@ def test_a_renormalised_distribution_is_not_the_engines(run):
     run.steps(30, train__sampler_kl=0.5)
     assert problems(run.found())
     algo = {"old_logprobs": "learner", "correction": {"rollout_is": "none"}}
-    save_config(validate({"sampler": {"top_k": 20, "renormalise": True}, "algo": algo}), run.folder)
+    save_config(validate({"sampler": {"top_k": 20, "renormalise": "learner"}, "algo": algo}), run.folder)
     assert not problems(run.found())
 
 

@@ -8,12 +8,14 @@ from agentrl.inference.embedded.request import SamplingOptions
 from agentrl.inference.embedded.sampling import sample
 
 
-def request(seed: int = 0, tokens: int = 1, **options: Any) -> Any:
-    return SimpleNamespace(options=SamplingOptions(**options), seed=seed, prompt=[0] * tokens, output=[])
+def request(seed: int = 0, tokens: int = 1, support: str | None = None, **options: Any) -> Any:
+    return SimpleNamespace(
+        options=SamplingOptions(**options), seed=seed, prompt=[0] * tokens, output=[], support=support
+    )
 
 
 def draw(logits: torch.Tensor, count: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, logprobs = sample(logits.expand(count, -1), [request(seed, **options) for seed in range(count)])
+    ids, logprobs, _ = sample(logits.expand(count, -1), [request(seed, **options) for seed in range(count)])
     return torch.tensor(ids), torch.tensor(logprobs)
 
 
@@ -47,15 +49,15 @@ def test_requests_of_one_batch_have_their_own_options_and_seeds() -> None:
     logits = torch.zeros(4, 1000)
     logits[1, 5] = 50.0
     batch = [request(seed=3), request(temperature=0.0), request(seed=3), request(top_k=1)]
-    first, _ = sample(logits, batch)
+    first, _, _ = sample(logits, batch)
     assert first[0] == first[2]
     assert first[1] == 5
 
 
 def test_what_a_request_draws_depends_on_its_seed_and_position_alone() -> None:
     logits = torch.zeros(1000)
-    alone, _ = sample(logits.expand(1, -1), [request(7, tokens=3)])
-    beside, _ = sample(logits.expand(3, -1), [request(1), request(7, tokens=3), request(7, tokens=4)])
+    alone, _, _ = sample(logits.expand(1, -1), [request(7, tokens=3)])
+    beside, _, _ = sample(logits.expand(3, -1), [request(1), request(7, tokens=3), request(7, tokens=4)])
     assert beside[1] == alone[0]
     assert len(set(beside)) == 3
     later = request(7, tokens=1)

@@ -38,7 +38,7 @@ def test_scores_and_gradients_are_those_of_torchs_softmax(bias: bool, chunk: int
     hidden, weight, offset, targets = given(torch.float64, bias=bias)
     inputs = [x.requires_grad_() for x in (hidden, weight, offset) if x is not None]
     options = HeadOptions(0.7, entropy, chunk, compiled=False)
-    logprobs, entropies = token_scores(hidden, weight, offset, targets, options)
+    logprobs, entropies, _ = token_scores(hidden, weight, offset, targets, options)
     distribution = torch.distributions.Categorical(logits=torch.nn.functional.linear(hidden, weight, offset) / 0.7)
     expected = [distribution.log_prob(targets)] + ([distribution.entropy()] if entropy else [])
     actual = [logprobs] + ([] if entropies is None else [entropies])
@@ -54,7 +54,7 @@ def test_scores_and_gradients_are_those_of_torchs_softmax(bias: bool, chunk: int
 def test_a_frozen_head_has_no_gradient_and_hidden_states_still_do() -> None:
     hidden, weight, _, targets = given(torch.float64, bias=False)
     hidden.requires_grad_()
-    logprobs, _ = token_scores(hidden, weight, None, targets, HeadOptions(1.0, False, 4, compiled=False))
+    logprobs, _, _ = token_scores(hidden, weight, None, targets, HeadOptions(1.0, False, 4, compiled=False))
     logprobs.sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
@@ -65,7 +65,7 @@ def test_logits_in_autocast_are_not_rounded(bias: bool) -> None:
     hidden, weight, offset, targets = given(torch.float32, bias=bias)
     weight, rough = weight * 30, torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        actual_token_scores, _ = token_scores(
+        actual_token_scores, _, _ = token_scores(
             hidden, weight, offset, targets, HeadOptions(1.0, False, 4, compiled=False)
         )
     factors = (hidden.bfloat16().double(), weight.bfloat16().double())
@@ -80,7 +80,9 @@ def test_logits_in_autocast_are_not_rounded(bias: bool) -> None:
 def test_no_tokens_have_no_scores() -> None:
     hidden, weight, _, targets = given(torch.float32, bias=False)
     hidden.requires_grad_(), weight.requires_grad_()
-    logprobs, entropies = token_scores(hidden[:0], weight, None, targets[:0], HeadOptions(1.0, True, 4, compiled=False))
+    logprobs, entropies, _ = token_scores(
+        hidden[:0], weight, None, targets[:0], HeadOptions(1.0, True, 4, compiled=False)
+    )
     assert logprobs.shape == (0,)
     assert entropies is not None
     assert entropies.shape == (0,)
@@ -124,7 +126,7 @@ def test_a_truncated_distribution_is_renormalised_with_its_gradient(truncation: 
     hidden, weight, offset, targets = given(torch.float64, bias=True)
     inputs = [hidden.requires_grad_(), weight.requires_grad_(), offset.requires_grad_()]
     options = HeadOptions(0.7, entropy, 4, compiled=True, truncation=truncation)
-    logprobs, entropies = token_scores(hidden, weight, offset, targets, options)
+    logprobs, entropies, _ = token_scores(hidden, weight, offset, targets, options)
     logits = torch.nn.functional.linear(hidden, weight, offset) / 0.7
     rest = logits.masked_fill(~kept_tokens(logits, targets, truncation), -1e9)
     distribution = torch.distributions.Categorical(logits=rest)

@@ -159,7 +159,7 @@ def test_activations_are_what_autograd_keeps(learners: Learners, recompute: str)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        scores, _ = rank.model(micro, micro.mask_L.nonzero()[:, 0].numpy(), 1.0)
+        scores, _, _ = rank.model(micro, micro.mask_L.nonzero()[:, 0].numpy(), 1.0)
     # The inputs of two layers in float32; of the final norm, its input and what it scales.
     assert sum(kept_bytes.values()) == 4 * hidden * len(micro.token_ids_L) * (2 + 2)
     del scores

@@ -130,7 +130,7 @@ def test_losses_and_entropies_stay(learners: Learners, folders):
     entropies = []
     for micro in micros:
         at_N = micro.mask_L.nonzero()[:, 0]
-        _, entropy_N = learner.rank.model(micro, at_N.numpy(), 1.0, True)
+        _, entropy_N, _ = learner.rank.model(micro, at_N.numpy(), 1.0, True)
         number_N = micro.row_L[at_N]
         entropies.append({key: entropy_N[number_N == number] for number, key in enumerate(micro.keys)})
     assert all(torch.allclose(entropies[0][key], entropies[1][key], atol=1e-5) for key in entropies[0])

@@ -10,21 +10,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from agentrl.algo.registry import algorithm_faults
 from agentrl.batch.loss_weights import count_units
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig, OptimizerConfig
+from agentrl.config.load import validate
 from agentrl.core.types import Row, RowKey
 from agentrl.learner.base import RankOptions
-from tests.algo_config import make_algo
 from tests.batches import pack_rows
-from tests.unit.learner.learners import make_rows
+from tests.supports import add_support
+from tests.unit.learner.learners import VOCAB, make_rows
 from tests.unit.learner.megatron.models import EP, PP, SP, TP, VPP
 
 LENGTHS = (30, 50, 20, 7)
 ALGOS: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.3, "entropy_coef": 0.1, "routing_replay": True},
     "gspo": {"loss": {"name": "gspo", "options": {"clip_low": 0.9, "clip_high": 9.0}}},
+    "centered": {
+        "loss": {"name": "reinforce"},
+        "old_logprobs": "learner",
+        "correction": {"rollout_is": "token"},
+        "score_centering": True,
+        "kl_coef": 0.2,
+    },
     # With the usual eps a gradient that is zero but for rounding moves its weight by a whole step.
     "ppo": {"advantage": {"name": "gae"}, "critic": {"optimizer": {"lr": 1e-3, "max_grad_norm": 5.0, "eps": 1e-5}}},
 }
@@ -90,7 +99,8 @@ def with_offload(config: LearnerConfig, layout: str) -> LearnerConfig:
 
 
 def algo_of(name: str) -> AlgoConfig:
-    return make_algo(**ALGOS[name])
+    sampler = {"renormalise": "engine", "top_k": 6} if name == "centered" else {}
+    return validate({"algo": ALGOS[name], "sampler": sampler}, [algorithm_faults]).algo
 
 
 def batch_rows() -> list[Row]:
@@ -120,9 +130,15 @@ def make_batches(shares: int) -> dict[str, GlobalBatch]:
     sizes: dict[str, Any] = {"data_parallel_size": shares, "tokens_per_micro": 64, "pad_id": 0}
     batch = pack_rows(rows, advantages, **sizes)
     ppo = pack_rows(rows, of_tokens, **sizes)
+    supported = [add_support(row, VOCAB, seed) for seed, row in enumerate(rows)]
+    centered = pack_rows(supported, of_tokens, **sizes, replays_support=True)
     return {
-        "grpo": batch, "gspo": batch, "ppo": ppo, "value": pack_rows(rows, kind="value", values=values, returns=returns, **sizes),
-    }  # fmt: skip
+        "grpo": batch,
+        "gspo": batch,
+        "centered": centered,
+        "ppo": ppo,
+        "value": pack_rows(rows, kind="value", values=values, returns=returns, **sizes),
+    }
 
 
 def make_parts(shares: int) -> list[GlobalBatch]:
