@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from safetensors.torch import load_file, save_file
+from torch.distributed import distributed_c10d
 
 from agentrl.core.errors import ConfigError, LearnerError, ModelError
 from agentrl.distributed.flat_bucket import total_bytes
@@ -40,6 +42,16 @@ from tests.unit.learner.megatron.rank_work import learner_config
 CPU = torch.device("cpu")
 
 
+def end_layout() -> None:
+    """End the process groups of a layout, of which each has a thread that wakes up a hundred times a second. Collective."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in [*distributed_c10d._world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()  # a group ends with the last object that has it
+
+
 def one_rank(folder: Path) -> dict[str, Any]:
     """Every model on one rank: which weights come back other than they are in the files, and logits."""
     Layout().start(0)
@@ -52,7 +64,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     for name, (model, options) in LAYOUTS.items():
         Layout.from_options(options).start(0)
         results[name] = _computed(folder / model, options)
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return results
 
 
@@ -212,7 +224,8 @@ def distributed(folder: Path) -> None:
         load_weights(ModelWeights(built), folder / name)
         (folder / f"distributed {name}").mkdir(exist_ok=True)
         save_distributed(built, folder / f"distributed {name}")
-        parallel_state.destroy_model_parallel()
+        del built
+        end_layout()
 
 
 def distributed_alone(folder: Path) -> dict[str, list[str]]:
@@ -374,7 +387,7 @@ def senders(folder: Path) -> dict[str, Any]:
             results["sent"][size, version] = sent
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, results)
-    parallel_state.destroy_model_parallel()
+    end_layout()
     return {"names": [spec.name for spec in weights.specs()], "ranks": everywhere, "few": few_senders(folder)}
 
 

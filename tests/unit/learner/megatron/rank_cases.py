@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from agentrl.config.learner import LearnerConfig
@@ -31,6 +30,7 @@ from agentrl.learner.registry import make_backend
 from agentrl.testing import check_learner
 from tests.algo_config import make_algo
 from tests.unit.learner.learners import contract_rows
+from tests.unit.learner.megatron.cases import end_layout
 from tests.unit.learner.megatron.rank_work import (
     FOUR,
     KILLS,
@@ -53,6 +53,7 @@ from tests.unit.learner.megatron.rank_work import (
 )
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Layouts = dict[str, dict[str, Any]]
 
 
 def one_rank(folder: Path) -> dict[str, Found]:
@@ -76,14 +77,21 @@ def new_head(folder: Path) -> RowScores:
 
 def two_ranks(folder: Path) -> dict[str, Found]:
     """Every layout of two ranks."""
-    results = {name: _computed(folder / "qwen3", name, options) for name, options in TWO.items()}
-    return results | {name: _computed(folder / "experts", name, options) for name, options in TWO_OF_EXPERTS.items()}
+    return _computed_in_turn(folder, TWO, TWO_OF_EXPERTS)
 
 
 def long(folder: Path) -> dict[str, Found]:
     """Layouts of two ranks that others have in them."""
-    results = {name: _computed(folder / "qwen3", name, options) for name, options in LONG.items()}
-    return results | {name: _computed(folder / "experts", name, options) for name, options in LONG_OF_EXPERTS.items()}
+    return _computed_in_turn(folder, LONG, LONG_OF_EXPERTS)
+
+
+def _computed_in_turn(folder: Path, dense: Layouts, of_experts: Layouts) -> dict[str, Found]:
+    results = {}
+    for model, layouts in (("qwen3", dense), ("experts", of_experts)):
+        for name, options in layouts.items():
+            results[name] = _computed(folder / model, name, options)
+            end_layout()
+    return results
 
 
 def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
@@ -109,7 +117,8 @@ def resumed(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
             rank.finish_save()
             check_offload(rank, config)
         results[name] = steps
-        parallel_state.destroy_model_parallel()
+        del rank
+        end_layout()
     return results
 
 
@@ -128,7 +137,7 @@ def saved_by_two(folder: Path) -> None:
     _pass_on(folder, "second", "third", OTHER_STATES)
 
 
-def _pass_on(folder: Path, loaded: str | None, written: str, layouts: dict[str, dict[str, Any]]) -> None:
+def _pass_on(folder: Path, loaded: str | None, written: str, layouts: Layouts) -> None:
     """Load the checkpoint ``loaded`` of each model, or fill the state with random numbers, and write it as ``written``."""
     for name, layout in layouts.items():
         backend = "fsdp" if name.startswith("fsdp ") else "megatron"
@@ -149,8 +158,9 @@ def _pass_on(folder: Path, loaded: str | None, written: str, layouts: dict[str, 
             _check_copies(rank)
         rank.save(folder / f"{written} of {name}")
         rank.finish_save()
+        del rank
         if backend == "megatron":
-            parallel_state.destroy_model_parallel()
+            end_layout()
 
 
 @torch.no_grad()
@@ -274,7 +284,6 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, computed)
     assert all(each.metrics == computed.metrics for each in everywhere)
-    parallel_state.destroy_model_parallel()
     return Found(
         computed.metrics, *(_together([getattr(each, name) for each in everywhere]) for name in ("logprobs", "values"))
     )
