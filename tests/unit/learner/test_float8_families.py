@@ -33,11 +33,11 @@ def learners(tmp_path: Path) -> Iterator[Learners]:
 
 @pytest.mark.parametrize("family", CASES)
 def test_a_float8_policy_is_that_of_its_dequantised_weights(family: str, tmp_path: Path, learners: Learners) -> None:
-    folder = make_model(tmp_path / "float8", family)
+    folder = make_model(tmp_path / "float8", family, num_hidden_layers=2)
     weights = quantize(folder, FORMS[CASES[family]])
     float8 = {name for name, t in load_file(folder / "model.safetensors").items() if t.dtype == torch.float8_e4m3fn}
     assert len(float8) > 8
-    plain = make_model(tmp_path / "plain", family)
+    plain = make_model(tmp_path / "plain", family, num_hidden_layers=2)
     save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
     batch = make_batch((14, 9))
     scores = [learners.open(folder=model).logprobs(batch) for model in (folder, plain)]

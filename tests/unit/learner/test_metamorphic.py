@@ -214,10 +214,16 @@ def test_the_gradient_stays_in_the_precision_of_training(algo, learners, folders
     assert_the_gradient_stays(algo, "token_mean", torch.float32, learners, folders)
 
 
-def assert_the_gradient_stays(algo, aggregation, dtype, learners, folders):
+@pytest.mark.long
+@pytest.mark.parametrize("algo", list(_cases()), ids=_id)
+def test_the_gradient_stays_for_other_episodes(algo, learners, folders):
+    assert_the_gradient_stays(algo, "token_mean", torch.float64, learners, folders, seeds=(1, 2))
+
+
+def assert_the_gradient_stays(algo, aggregation, dtype, learners, folders, seeds=(0,)):
     config = make_config(algo, aggregation)
     learner = opened(learners, folders, config, dtype)
-    for seed in range(2):
+    for seed in seeds:
         rng = np.random.default_rng([seed, 1])
         scripts = make_scripts(seed, groups=2)
         full_rollout = [rollout_of(script) for script in scripts]
