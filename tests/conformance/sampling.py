@@ -59,7 +59,9 @@ class Sampling:
             if support.logprobs is not None:
                 engine.assert_close(support.logprobs[offsets[at] : offsets[at + 1]], logprobs.numpy())
             probabilities = token_logits.softmax(-1)
-            assert float(probabilities[kept].sum()) * doubt >= 0.8 or len(kept) == params.top_k
+            # Top-p is a share of the vocabulary, or of what top-k leaves.
+            most = probabilities.topk(params.top_k).values.sum()
+            assert float(probabilities[kept].sum() / most) * doubt >= params.top_p or len(kept) == params.top_k
             assert float(probabilities[kept].min()) * doubt >= float(probabilities.sort().values[-len(kept)])
         assert (support.logprobs is None) == (mode == "ids")
 
