@@ -195,8 +195,7 @@ class GenerationClient(ABC):
                 self.unanswered += 1
                 try:
                     with waiting(REQUEST, f"to the engine {self._http.url}"):
-                        async with self._http.request("POST", "/generate", body, key=session_id) as reply:
-                            content = await reply.read()
+                        content = await self._http.generate(body, key=session_id)
                 finally:
                     self.unanswered -= 1
                     request.replied = True

@@ -1,4 +1,4 @@
-"""HTTP to an engine or a router: what aiohttp is configured with."""
+"""HTTP to an engine or a router: generations over connections that stay open, all other requests by aiohttp."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import aiohttp
 import orjson
 
+from agentrl.inference.client.connections import KeptConnections
+
 RETRIES = 4
 """Further attempts if a connection fails before the reply begins."""
 CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
 """Errors of a request without a whole reply."""
+_NOT_IN_HEADERS = frozenset("\r\n\0")
+_ERROR_STATUS = 400
 _BACKOFF_S = 0.1
 _CONNECT_S = 10.0
 _KEEP_S = 30.0
@@ -51,6 +55,37 @@ class EngineHttp:
         """May change, if a server comes back at another address."""
         self._timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=timeout_s)
         self._session: aiohttp.ClientSession | None = None
+        self._connections = KeptConnections(connect_s=_CONNECT_S, read_s=timeout_s, keep_s=_KEEP_S)
+
+    async def generate(self, body: Any, *, key: str) -> bytes:
+        """Send the body of a generation as JSON, and return the content of the reply.
+
+        Args:
+            body: JSON-able.
+            key: routing key by which ``sglang-router`` picks the engine.
+
+        Raises:
+            ErrorReply: the status is an error.
+            aiohttp.ClientError, TimeoutError: no reply after all attempts; see `CONNECTION_ERRORS`.
+        """
+        content = orjson.dumps(body)
+        if not _NOT_IN_HEADERS.isdisjoint(key):
+            raise ValueError(f"key={key!r} has a character that no header can have")
+        header = f"{_ROUTING_KEY}: {key}\r\n"
+        for attempt in itertools.count():
+            try:
+                reply = await self._connections.post(self.url, "/generate", content, header)
+                break
+            except aiohttp.ClientConnectionError as error:
+                if isinstance(error, TimeoutError) or attempt == RETRIES:
+                    raise
+                await asyncio.sleep(_BACKOFF_S * 2**attempt)
+                if self._connections.closed:
+                    raise
+        if reply.status >= _ERROR_STATUS:
+            code = reply.headers.get(_ROUTER_ERROR.encode(), b"").decode("latin-1")
+            raise _error_reply(reply.status, reply.content, code)
+        return reply.content
 
     def request(
         self, method: str, path: str, body: Any = None, *, key: str = "", once: bool = False
@@ -101,22 +136,26 @@ class EngineHttp:
 
     async def aclose(self) -> None:
         """Close all connections."""
+        self._connections.close()
         if self._session is not None:
             await self._session.close()
 
 
 async def _raise_error_reply(reply: aiohttp.ClientResponse) -> None:
-    """Raise `ErrorReply` with the engine's message, from whichever field holds it."""
-    if reply.ok:
-        return
-    content = await reply.read()
+    """Raise `ErrorReply` if the status is an error."""
+    if not reply.ok:
+        raise _error_reply(reply.status, await reply.read(), reply.headers.get(_ROUTER_ERROR, ""))
+
+
+def _error_reply(status: int, content: bytes, router_error: str) -> ErrorReply:
+    """Return the error with the engine's message, from whichever field holds it."""
     try:
         message = orjson.loads(content)
         for name in ("error", "message"):
             message = message.get(name, message) if isinstance(message, dict) else message
     except orjson.JSONDecodeError:
         message = content.decode(errors="replace")
-    raise ErrorReply(reply.status, str(message)[:500], engine_lost=reply.headers.get(_ROUTER_ERROR) in _LOST)
+    return ErrorReply(status, str(message)[:500], engine_lost=router_error in _LOST)
 
 
 async def read_json(reply: aiohttp.ClientResponse) -> Any:

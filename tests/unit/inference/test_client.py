@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
-from tests.unit.inference.fake_http import FakeReply, replying
 
 T = TypeVar("T")
 VOCABULARY = Vocabulary(100, lambda ids: "".join(chr(97 + token) for token in ids))
@@ -468,15 +466,11 @@ class TogetherReplying:
     def __init__(self) -> None:
         self.answered = asyncio.Event()
 
-    def request(
-        self, method: str, path: str, body: dict[str, Any], *, key: str
-    ) -> AbstractAsyncContextManager[FakeReply]:
-        return replying(self._answer(body))
-
-    async def _answer(self, body: dict[str, Any]) -> Any:
+    async def generate(self, body: dict[str, Any], *, key: str) -> bytes:
         await self.answered.wait()
         meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "prompt_tokens": 1, "completion_tokens": 1}
-        return {"output_ids": [7], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 7, None]]}}
+        reply = {"output_ids": [7], "meta_info": {**meta, "output_token_logprobs": [[-1.0, 7, None]]}}
+        return json.dumps(reply).encode()
 
 
 def test_an_episode_goes_on_before_the_replies_of_others_are_read() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
@@ -20,7 +21,6 @@ from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import RoutedSampler
 from agentrl.inference.fleet.sglang_router import SGLangRouter, require_router
-from tests.unit.inference.fake_http import replying
 
 VOCABULARY = Vocabulary(100, lambda ids: "")
 
@@ -61,13 +61,10 @@ class FakeRouter:
         self.free = asyncio.Event()
         self.keys: list[str] = []
 
-    def request(self, method: str, path: str, body: Any, *, key: str) -> Any:
+    async def generate(self, body: dict[str, Any], *, key: str) -> bytes:
         self.keys.append(key)
-        return replying(self._answer(body))
-
-    async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.free.wait()
-        return sampled(body, self.finish)
+        return orjson.dumps(sampled(body, self.finish))
 
 
 def sampled(body: dict[str, Any], finish: str) -> dict[str, Any]:
