@@ -7,6 +7,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -127,7 +128,7 @@ def source_file(reference: str) -> Path | None:
     location = reference.rpartition(":")[0]
     if location.endswith(".py"):
         return Path(location).expanduser()
-    _prepend_to_sys_path(Path.cwd())
+    _prepend_to_sys_path(os.getcwd())
     try:
         spec = importlib.util.find_spec(location)
     except (ImportError, ValueError, AttributeError):
@@ -209,7 +210,7 @@ def _load_from_file(file: str, setting: str) -> ModuleType:
             "" if Path(file).is_absolute() else " (a relative path starts in the folder where the command runs)"
         )
         raise ConfigError(f"{setting}: there is no file {path}; {hint}{relative_hint}")
-    _prepend_to_sys_path(path.parent)
+    _prepend_to_sys_path(str(path.parent))
     return _execute_file(path, setting)
 
 
@@ -244,8 +245,9 @@ def importing_file() -> Path | None:
 
 
 def _load_from_module(name: str, setting: str) -> ModuleType:
-    _prepend_to_sys_path(Path.cwd())
-    importlib.invalidate_caches()  # a file written since Python last looked there
+    _prepend_to_sys_path(os.getcwd())
+    if name not in sys.modules:  # an environment is looked up once an episode
+        importlib.invalidate_caches()  # a file written since Python last looked there
     call = f"{setting}: importing {name}"
     try:
         with importing(call):
@@ -271,10 +273,10 @@ def importing(call: str) -> AbstractContextManager[None]:
     return user_code(failure)
 
 
-def _prepend_to_sys_path(folder: Path) -> None:
+def _prepend_to_sys_path(folder: str) -> None:
     """Put a folder first on ``sys.path``: a console script, unlike ``python script.py``, does not."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _describe_names(module: ModuleType, name: str) -> str:

@@ -54,6 +54,10 @@ ROWS = 16
 """Rows of ``rollout.max_tokens`` that the KV cache of a proposed engine holds at least."""
 _FRACTION = {"colocate": 0.8, "disaggregate": 0.85}
 """``mem_fraction_static`` if it is not set; the rest is for activations and CUDA graphs."""
+PROCESS_BYTES = 4 * GIB
+"""What an engine needs of a GPU besides weights and KV cache: its CUDA context, CUDA graphs and activations."""
+_FRACTION_STEP = 0.05
+"""Of ``mem_fraction_static`` of an engine beside a learner."""
 _TENSOR_NAMES = ("tp", "tp_size", "tensor_parallel_size")
 _CACHE_DTYPES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of a number by SGLang's ``kv_cache_dtype``."""
@@ -143,9 +147,65 @@ def plan_engines(
     Raises:
         ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
     """
+    options, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
+    fraction = options.get("mem_fraction_static") or _FRACTION.get(mode, _FRACTION["disaggregate"])
+    heads = hf.get_text_config().num_attention_heads
+    sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
+    if any(options.get(name) is not None for name in _TENSOR_NAMES):
+        sizes = [sampler.tensor_ranks]
+    has_fitting_size = False
+    for tensor in sizes:
+        weights = math.ceil(model_weights.bytes(number_bytes) / tensor)
+        cache = int(fraction * gpu_bytes) - weights
+        tokens = max(0, cache) // cache_bytes(hf, tensor, cache_number_bytes)
+        plan = EnginePlan(gpus // tensor, tensor, fraction, weights, cache, tokens)
+        if plan.rows(row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
+            has_fitting_size = True
+            yield plan
+
+
+def plan_engine_beside_learner(
+    hf: Any,
+    model_weights: EngineWeights,
+    sampler: SamplerConfig,
+    *,
+    gpu_bytes: int,
+    row_tokens: int,
+    rows: int,
+) -> Iterator[EnginePlan]:
+    """Yield engines of one GPU that a learner has too, all the time: with a KV cache for ``rows`` rows, then for `ROWS`.
+
+    Args:
+        hf: configuration of the model in transformers.
+        model_weights: those of the model.
+        sampler: options of SGLang that are set are kept.
+        gpu_bytes: memory of the GPU.
+        row_tokens: tokens of the longest row.
+        rows: that are sampled at the same time.
+
+    Raises:
+        ConfigError: an option of SGLang whose memory is not known here.
+    """
+    options, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
+    weights, token_bytes = model_weights.bytes(number_bytes), cache_bytes(hf, 1, cache_number_bytes)
+    for cached_rows in dict.fromkeys((max(rows, ROWS), ROWS)):
+        needed = (weights + cached_rows * row_tokens * token_bytes) / gpu_bytes
+        steps = min(math.ceil(needed / _FRACTION_STEP), round(_FRACTION["colocate"] / _FRACTION_STEP))
+        fraction = options.get("mem_fraction_static") or round(steps * _FRACTION_STEP, 2)
+        cache = int(fraction * gpu_bytes) - weights
+        yield EnginePlan(1, 1, fraction, weights, cache, max(0, cache) // token_bytes)
+        if "mem_fraction_static" in options:
+            return
+
+
+def _read_options(sampler: SamplerConfig, model_weights: EngineWeights) -> tuple[dict[str, Any], int, int]:
+    """Return SGLang's options, and the bytes of a number of the weights and of the KV cache.
+
+    Raises:
+        ConfigError: the memory of one of them is not known here.
+    """
     _check(sampler, is_float8=model_weights.float8_numbers > 0)
     options = {name.replace("-", "_"): value for name, value in sampler.sglang_options.items()}
-    fraction = options.get("mem_fraction_static") or _FRACTION.get(mode, _FRACTION["disaggregate"])
     dtype = str(options.get("dtype") or "bfloat16")
     if dtype not in _DTYPES:
         raise ConfigError(f"sampler.sglang.dtype={dtype}: its memory is not known; set {', '.join(_DTYPES)}")
@@ -154,19 +214,7 @@ def plan_engines(
         raise ConfigError(
             f"sampler.sglang.kv_cache_dtype={cache_dtype}: its memory is not known; set {', '.join(_CACHE_DTYPES)}"
         )
-    heads = hf.get_text_config().num_attention_heads
-    sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
-    if any(options.get(name) is not None for name in _TENSOR_NAMES):
-        sizes = [sampler.tensor_ranks]
-    has_fitting_size = False
-    for tensor in sizes:
-        weights = math.ceil(model_weights.bytes(_DTYPES[dtype]) / tensor)
-        cache = int(fraction * gpu_bytes) - weights
-        tokens = max(0, cache) // cache_bytes(hf, tensor, _CACHE_DTYPES[cache_dtype])
-        plan = EnginePlan(gpus // tensor, tensor, fraction, weights, cache, tokens)
-        if plan.rows(row_tokens) >= ROWS or (tensor == sizes[-1] and not has_fitting_size):
-            has_fitting_size = True
-            yield plan
+    return options, _DTYPES[dtype], _CACHE_DTYPES[cache_dtype]
 
 
 def cache_bytes(hf: Any, tensor: int, size: int = 2) -> int:

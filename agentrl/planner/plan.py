@@ -17,7 +17,16 @@ from agentrl.models.engine_float8 import has_float8_engines, read_engine_float8
 from agentrl.models.load import read_max_positions
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.models.shipped_architectures import find_architecture
-from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, Gpus, plan_engines
+from agentrl.planner.engine import (
+    GIB,
+    MACHINE,
+    PROCESS_BYTES,
+    EnginePlan,
+    EngineWeights,
+    Gpus,
+    plan_engine_beside_learner,
+    plan_engines,
+)
 from agentrl.planner.groups import GroupPlan, plan_groups
 from agentrl.planner.judges import RESTING_BYTES, JudgePlan, own_gpus, plan_judges
 from agentrl.planner.layouts import Candidate, Request, layouts
@@ -44,7 +53,9 @@ class Option:
     engines: EnginePlan | None = None
     """None for engines that are running already."""
     at_sync: int = 0
-    """Bytes of a GPU that learner and engine share, while weights are sent; 0 if they share none."""
+    """Bytes of a GPU that learner and engine share in turn, while weights are sent; 0 if they share none."""
+    together: int = 0
+    """Bytes of a GPU that learner and engine have at the same time; 0 if they have none so."""
     settings: Tree | None = None
     """What is to be set in addition to what is configured."""
     judges: tuple[JudgePlan, ...] = ()
@@ -104,7 +115,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
             "--gpus, or lower sampler.groups.NAME.engines"
         )
     run_gpus = replace(gpus, count=gpus.count - judge_gpus - group_gpus)
-    for mode, learner_gpus in _placements(base, configured, run_gpus):
+    for mode, learner_gpus in _placements(base, configured, run_gpus, is_only_gpu=gpus.count == 1):
         ranks = int(section.get("ranks", learner_gpus))
         request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
         for backend in backends:
@@ -117,8 +128,15 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     return Plan(folder, weights.numbers, gpus, base, tuple(options))
 
 
-def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str, int]]:
-    """Return the placements to plan, each with the learner's GPUs: all if they are shared, else half of them."""
+def _placements(config: Config, configured: Tree, gpus: Gpus, *, is_only_gpu: bool) -> list[tuple[str, int]]:
+    """Return the placements to plan, each with the learner's GPUs: all if they are shared, else half of them.
+
+    Args:
+        config: of the run.
+        configured: keys that are set.
+        gpus: without those of judges and groups.
+        is_only_gpu: whether the whole run has one GPU.
+    """
     ranks = (configured.get("learner") or {}).get("ranks")
     if ranks is not None and ranks > gpus.count:
         raise ConfigError(f"learner.ranks={ranks} with --gpus {gpus.count}: a rank has a GPU; lower learner.ranks")
@@ -127,13 +145,28 @@ def _placements(config: Config, configured: Tree, gpus: Gpus) -> list[tuple[str,
     if disaggregated_groups(config.sampler):  # whose GPUs are counted already
         return [("disaggregate", ranks or gpus.count // (2 if needs_critic(config.algo) else 1))]
     mode_setting = (configured.get("placement") or {}).get("mode")
-    modes = [mode_setting] if mode_setting is not None else ["colocate", *(["disaggregate"] if gpus.count > 1 else [])]
-    if gpus.count == 1 and modes != ["colocate"]:
-        raise ConfigError(
-            f"placement.mode={mode_setting} with --gpus 1: learner and engines share it; set placement.mode=colocate"
-        )
-    users = 3 if needs_critic(config.algo) else 2
+    has_critic = needs_critic(config.algo)
+    if gpus.count == 1:
+        return [(mode, 1) for mode in _single_gpu_modes(mode_setting, beside=is_only_gpu and not has_critic)]
+    modes = [mode_setting] if mode_setting is not None else ["colocate", "disaggregate"]
+    users = 3 if has_critic else 2
     return [(mode, gpus.count if mode == "colocate" else ranks or gpus.count // users) for mode in modes]
+
+
+def _single_gpu_modes(mode: str | None, *, beside: bool) -> list[str]:
+    """Return the placements on one GPU.
+
+    Args:
+        mode: that is configured.
+        beside: whether learner and engine may have it at the same time: a critic would need a GPU then, and with several GPUs
+            weights do not go by ``ipc``.
+    """
+    modes = ["separate", "colocate"] if beside else ["colocate"]
+    if mode is not None and mode not in modes:
+        raise ConfigError(
+            f"placement.mode={mode} with one GPU for learner and engines: they share it; set placement.mode={' or '.join(modes)}"
+        )
+    return modes if mode is None else [mode]
 
 
 def _option(
@@ -141,7 +174,7 @@ def _option(
 ) -> Option:
     """Return the option of a backend: the smallest engines for which a layout fits, checked like a run's configuration."""
     config = request.config({"backend": backend, "ranks": request.ranks})
-    shared = mode == "colocate"
+    shared = mode == "colocate" or (mode == "separate" and gpus.count == 1)
     engine_plans: list[EnginePlan | None] = [None]
     judges: tuple[JudgePlan, ...] = ()
     engine_gpus = 0
@@ -153,22 +186,19 @@ def _option(
             raise ConfigError(
                 f"learner.ranks={request.ranks}{critic} with --gpus {gpus.count}: no GPU is left for an engine"
             )
-        sizes = {"gpus": engine_gpus, "gpu_bytes": gpus.bytes, "row_tokens": config.max_tokens}
-        engine_plans = [*plan_engines(request.model.config, weights, config.sampler, mode=mode, **sizes)]
+        engine_plans = [*_plan_engines(request, config, mode, gpus, engine_gpus, weights)]
         judges = plan_judges(config, mode, gpus.bytes, engine_gpus)
-    resting_bytes = RESTING_BYTES * sum(judge.is_shared for judge in judges) if shared else 0
     bucket = IpcSync.bucket_bytes(config.weights.bucket_mib)
     tried = []
     for engine_plan in engine_plans if shared else engine_plans[:1]:
-        limits = _Limits(
-            int(FITS * gpus.bytes) - resting_bytes,
-            bucket + engine_plan.weights if shared and engine_plan is not None else 0,
-        )
+        limits = _limits(mode if shared else "", gpus, engine_plan, judges, bucket)
         tried.append((_first_fitting(layouts(request, backend), limits), engine_plan, limits))
         if limits.hold(tried[-1][0]):
             break
     best, engines, limits = tried[-1]
     settings = _settings(mode, best, engines)
+    if limits.beside_bytes:  # `auto` would take what the engine has
+        settings = merge(settings, {"batch": {"tokens_per_micro": config.batch.micro_tokens}})
     if not has_common_engines and not config.sampler.urls:
         settings = merge(settings, {"placement": {"mode": mode}, "weights": {"transport": "distributed"}})
     for group in groups:
@@ -185,8 +215,46 @@ def _option(
         )
     faults += [fault for judge in judges if (fault := judge.fault(engine_gpus))]
     faults += [fault for group in groups if (fault := group.fault())]
+    together = limits.peak(best) if limits.beside_bytes else 0
     at_sync = limits.at_sync(best)
-    return Option(mode, backend, request.ranks, best, engines, at_sync, settings, judges, groups, tuple(faults))
+    return Option(
+        mode, backend, request.ranks, best, engines, at_sync, together, settings, judges, groups, tuple(faults)
+    )
+
+
+def _plan_engines(
+    request: Request, config: Config, mode: str, gpus: Gpus, engine_gpus: int, weights: EngineWeights
+) -> Iterator[EnginePlan]:
+    """Yield the engines that are tried, in this order."""
+    hf, sampler, row_tokens = request.model.config, config.sampler, config.max_tokens
+    if mode == "separate":
+        rollouts = [source.rollout for source in config.by_source().values()]
+        rows = min(
+            config.rollout.concurrency, sum(rollout.batch_size * rollout.n_samples_per_prompt for rollout in rollouts)
+        )
+        yield from plan_engine_beside_learner(
+            hf, weights, sampler, gpu_bytes=gpus.bytes, row_tokens=row_tokens, rows=rows
+        )
+    else:
+        yield from plan_engines(
+            hf, weights, sampler, mode=mode, gpus=engine_gpus, gpu_bytes=gpus.bytes, row_tokens=row_tokens
+        )
+
+
+def _limits(
+    shared_mode: str, gpus: Gpus, engines: EnginePlan | None, judges: Sequence[JudgePlan], bucket: int
+) -> _Limits:
+    """Return the limits of a layout; ``shared_mode`` is the placement if learner and engine share GPUs, else empty."""
+    most = int(FITS * gpus.bytes)
+    if not shared_mode or engines is None:
+        return _Limits(most, 0)
+    shared_judges = [judge for judge in judges if judge.is_shared]
+    if shared_mode == "colocate":
+        return _Limits(most - RESTING_BYTES * len(shared_judges), bucket + engines.weights)
+    # The bucket holds at most all weights, and stays between syncs.
+    beside = sum(int(each.fraction * gpus.bytes) for each in (engines, *(judge.engines for judge in shared_judges)))
+    beside += PROCESS_BYTES * (1 + len(shared_judges)) + min(bucket, engines.weights)
+    return _Limits(most, 0, beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +264,10 @@ class _Limits:
     bytes: int
     """Of a GPU."""
     engine_bytes: int
-    """Bytes of a bucket and of the engine's weights on the learner's GPU while weights are sent; 0 if it has its own GPUs."""
+    """Bytes of a bucket and of the engine's weights on the learner's GPU while weights are sent; 0 if the two do not share GPUs
+    in turn."""
+    beside_bytes: int = 0
+    """Bytes of engines on the learner's GPU at all times, with a bucket."""
 
     def at_sync(self, candidate: Candidate) -> int:
         """Return the bytes on a shared GPU while weights are sent; 0 if none is shared."""
@@ -205,7 +276,7 @@ class _Limits:
 
     def peak(self, candidate: Candidate) -> int:
         """Return the most bytes on a GPU of the learner."""
-        return max(candidate.memory.total, candidate.critic, self.at_sync(candidate))
+        return max(candidate.memory.total + self.beside_bytes, candidate.critic, self.at_sync(candidate))
 
     def hold(self, candidate: Candidate) -> bool:
         """Return whether the layout fits."""
@@ -226,6 +297,9 @@ def _first_fitting(candidates: Iterable[Candidate], limits: _Limits) -> Candidat
 
 def _excess(request: Request, backend: str, best: Candidate, limits: _Limits) -> str:
     """Return why the best layout does not fit, and how many ranks have one that does."""
+    if limits.beside_bytes:
+        parts = f"{best.memory.total / GIB:.1f} and {limits.beside_bytes / GIB:.1f}"
+        return f"learner and engine together need {limits.peak(best) / GIB:.1f} GiB ({parts}), {limits.bytes / GIB:.1f} are there"
     need = "the learner's layout that needs least" if best.memory.total > limits.bytes else "weight sync"
     text = f"{need} needs {limits.peak(best) / GIB:.1f} GiB"
     if "ranks" in (request.configured.get("learner") or {}):
@@ -242,7 +316,7 @@ def _settings(mode: str, candidate: Candidate, engines: EnginePlan | None) -> Tr
     settings: Tree = {"learner": {"backend": candidate.backend, **candidate.settings}}
     if engines is not None:
         sglang = {"tp_size": engines.tensor, "mem_fraction_static": engines.fraction}
-        transport = "ipc" if mode == "colocate" else "distributed"
+        transport = "distributed" if mode == "disaggregate" else "ipc"
         settings = merge(settings, {"placement": {"mode": mode}, "weights": {"transport": transport}})
         settings["sampler"] = {"engines": engines.engines, "sglang": sglang}
     return settings
@@ -290,6 +364,12 @@ def _option_lines(option: Option, plan: Plan, configured: Tree) -> Iterator[str]
     if engines is not None and shared_judges:
         copies = engines.engines * engines.tensor * engines.weights
         copies += sum(judge.gpus * judge.engines.weights for judge in shared_judges)
+    if option.together:
+        beside = (option.together - memory.total) / GIB
+        yield (
+            f"  {'together':<12}{option.together / GIB:.1f} GiB at all times, {beside:.1f} of them the engine's with its process "
+            "and a bucket: no step waits for memory"
+        )
     if option.at_sync:
         yield f"  {'weight sync':<12}{option.at_sync / GIB:.1f} GiB: learner at rest, a bucket, the engine's weights"
         offloaded = memory.weights + memory.optimizer + memory.reference + memory.critic

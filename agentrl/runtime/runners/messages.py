@@ -198,15 +198,23 @@ class _Unpickler(pickle.Unpickler):
         return self._fleet_sampler(pid)
 
 
-def encode_message(message: ToRunner | FromRunner, fleet_number: FleetNumber) -> bytes:
-    """Return a message as a frame.
+def encode_for_runner(message: ToRunner, fleet_number: FleetNumber) -> bytes:
+    """Return a message to a runner as a frame.
 
     Raises:
         Exception: something in it cannot be pickled.
     """
     file = io.BytesIO()
     _Pickler(file, fleet_number).dump(message)
-    data = file.getbuffer()
+    return _frame(file.getvalue())
+
+
+def encode_for_run(message: FromRunner) -> bytes:
+    """Return a message of a runner as a frame. It has no samplers, so nothing in it is looked at for them."""
+    return _frame(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def _frame(data: bytes) -> bytes:
     return len(data).to_bytes(_LENGTH_BYTES, "little") + data
 
 

@@ -59,7 +59,7 @@ from agentrl.runtime.runners.messages import (
     UpdateFleet,
     Waits,
     detect_loss,
-    encode_message,
+    encode_for_run,
     read_from_run,
 )
 from agentrl.runtime.tool_servers import ToolServers
@@ -258,7 +258,7 @@ class RunnerServer:
         self._send(Waits(time.monotonic(), progress != last, self._wait_log.take()))
 
     def _send(self, message: FromRunner) -> None:
-        self._writer.write(encode_message(message, _no_fleet))
+        self._writer.write(encode_for_run(message))
 
 
 def _sent_kinds(obs: ObsConfig) -> Collection[str] | None:
@@ -266,10 +266,6 @@ def _sent_kinds(obs: ObsConfig) -> Collection[str] | None:
     if obs.otlp is not None:
         return None
     return KINDS if obs.trace else (ROLLOUT, REQUEST)
-
-
-def _no_fleet(sampler: RoutedSampler) -> int:
-    raise AssertionError("a runner sends no samplers")
 
 
 async def _main(address: str) -> None:

@@ -36,7 +36,7 @@ from agentrl.runtime.runners.messages import (
     UpdateFleet,
     Waits,
     detect_loss,
-    encode_message,
+    encode_for_runner,
     read_from_runner,
 )
 from agentrl.toolserver.request_limits import TOKEN_VARIABLE as TOOLS_TOKEN
@@ -259,7 +259,7 @@ class RunnerProcess:
     def send(self, message: ToRunner) -> None:
         """Send a message, if the process is there."""
         if self._writer is not None:
-            self._writer.write(encode_message(message, self._fleet_number))
+            self._writer.write(encode_for_runner(message, self._fleet_number))
 
     async def update_fleet(self, fleet: int, update: FleetUpdate) -> Mapping[str, RequestsInProgress]:
         """Send the engines of a fleet; return the runner's requests by engine once it has them, none if it is gone."""

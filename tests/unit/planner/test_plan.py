@@ -19,7 +19,7 @@ from agentrl.learner.registry import make_backend
 from agentrl.models.engine_float8 import EngineFloat8
 from agentrl.models.shipped_architectures import find_architecture, meta_model
 from agentrl.models.weight_files import WeightFiles
-from agentrl.planner.engine import GIB, ROWS, EngineWeights, Gpus, cache_bytes, plan_engines
+from agentrl.planner.engine import GIB, PROCESS_BYTES, ROWS, EngineWeights, Gpus, cache_bytes, plan_engines
 from agentrl.planner.layouts import Request, layouts
 from agentrl.planner.plan import BASE, Option, Plan, make_plan, report
 from agentrl.planner.training_summary import FITS, trained_model
@@ -44,19 +44,25 @@ def only(actual_plan: Plan, mode: str, backend: str) -> Option:
 )
 def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: int, gpu: str) -> None:
     actual = plan(model, gpus, gpu)
-    assert {option.mode for option in actual.options} == ({"colocate", "disaggregate"} if gpus > 1 else {"colocate"})
+    modes = {"colocate", "disaggregate"} if gpus > 1 else {"colocate", "separate"}
+    assert {option.mode for option in actual.options} == modes
     for option in actual.options:
         assert option.candidate is not None
         assert option.engines is not None
         assert option.settings is not None
+        if (gpu, option.mode) == ("24", "separate"):
+            assert "learner and engine together need" in option.faults[0], (
+                "16 rows of 8,192 tokens have 14 GiB of cache"
+            )
+            continue
         assert not option.faults
-        assert max(option.candidate.memory.total, option.at_sync) <= FITS * actual.gpus.bytes
+        assert max(option.candidate.memory.total, option.at_sync, option.together) <= FITS * actual.gpus.bytes
         config = load_layers(
             [BASE, Layer("test", {"model": {"path": model}, **TOKENS}), Layer("plan", option.settings)]
         )
         assert config.learner.backend == option.backend
         used = option.learner_gpus + (
-            0 if option.mode == "colocate" else option.engines.engines * option.engines.tensor
+            0 if option.mode in ("colocate", "separate") else option.engines.engines * option.engines.tensor
         )
         assert used == gpus
         make_backend(config.learner).check(config.algo, [actual.folder])
@@ -106,6 +112,52 @@ def test_more_gpus_never_need_more_memory_a_gpu() -> None:
     totals = [only(plan("Qwen/Qwen3-8B", gpus, "h200", **settings), "colocate", "fsdp") for gpus in (2, 4, 16)]
     sizes = [option.candidate.memory.total for option in totals]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_learner_and_engine_are_on_one_gpu_at_the_same_time_if_it_holds_both() -> None:
+    """By hand: SmolLM2-135M has 30 layers with 3 heads of 64 for keys and values, so a token has 23,040 bytes of KV cache."""
+    rollout = {"max_tokens": 768, "concurrency": 256, "batch_size": 32, "n_samples_per_prompt": 8}
+    actual = plan("HuggingFaceTB/SmolLM2-135M-Instruct", 1, rollout=rollout)
+    option = only(actual, "separate", "fsdp")
+    assert not option.faults
+    assert option.candidate is not None
+    assert option.engines is not None
+    assert option.settings is not None
+    weights, cache = 2 * actual.numbers, 256 * 768 * 2 * 30 * 2 * 3 * 64
+    assert option.engines.fraction == 0.1, "five hundredths are too few"
+    assert 0.05 < (weights + cache) / actual.gpus.bytes < 0.1
+    assert option.engines.rows(768) >= 256
+    beside = int(0.1 * actual.gpus.bytes) + PROCESS_BYTES + weights
+    assert option.together == option.candidate.memory.total + beside
+    assert option.settings["placement"] == {"mode": "separate"}
+    assert option.settings["weights"] == {"transport": "ipc"}
+    assert option.settings["batch"] == {"tokens_per_micro": 16384}
+    assert option.at_sync == 0
+    assert actual.options[0].mode == "separate", "no step waits for memory"
+    lines = "\n".join(report(actual, {}))
+    assert re.search(rf"together +[\d.]+ GiB at all times, {beside / GIB:.1f} of them the engine's", lines)
+    static = {"sglang": {"mem_fraction_static": 0.3}}
+    kept = plan("HuggingFaceTB/SmolLM2-135M-Instruct", 1, rollout=rollout, sampler=static)
+    assert only(kept, "separate", "fsdp").engines.fraction == 0.3
+
+
+def test_a_gpu_that_does_not_hold_learner_and_engine_together_is_refused_by_number() -> None:
+    actual = plan("Qwen/Qwen3-4B", 1, "h100", learner={"backend": "fsdp", "recompute": "none"})
+    [fault] = only(actual, "separate", "fsdp").faults
+    total, learner, engine, limit = map(float, re.findall(r"\d+\.\d", fault))
+    assert total == pytest.approx(learner + engine, abs=0.11)
+    assert total > limit == round(FITS * actual.gpus.bytes / GIB, 1)
+
+
+def test_a_gpu_is_used_in_turn_with_a_critic_or_beside_other_gpus() -> None:
+    ppo = plan("Qwen/Qwen3-0.6B", 1, algo={"advantage": {"name": "gae"}})
+    assert {option.mode for option in ppo.options} == {"colocate"}
+    group = {"serves": "evaluation", "engines": 1, "sglang": {"tp_size": 1}}
+    evaluated = plan("Qwen/Qwen3-0.6B", 2, eval={"background": True}, sampler={"groups": {"eval": group}})
+    assert {option.mode for option in evaluated.options} == {"colocate"}
+    for mode, settings in (("disaggregate", {}), ("separate", {"algo": {"advantage": {"name": "gae"}}})):
+        with pytest.raises(ConfigError, match=rf"placement\.mode={mode} with one GPU for learner and engines"):
+            plan("Qwen/Qwen3-0.6B", 1, placement={"mode": mode}, **settings)
 
 
 def test_a_row_longer_than_a_micro_batch_counts() -> None:
