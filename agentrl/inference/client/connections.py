@@ -92,8 +92,9 @@ class _Connection(asyncio.Protocol):
         return self._transport.is_closing()
 
     async def send(self, request: bytes) -> HttpReply:
-        """Send a request, and return its reply; see `KeptConnections.exchange`."""
-        reply = self._reply = self._loop.create_future()
+        """Send a request, and return its reply; see `KeptConnections.post`."""
+        reply: asyncio.Future[HttpReply] = self._loop.create_future()
+        self._reply = reply
         self._read_at = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_at(self._read_at + self._pool.read_s, self._check_time)
