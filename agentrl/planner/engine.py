@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
 from agentrl.models.engine_float8 import EngineFloat8
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 GIB = 1 << 30
 MACHINE = 8
@@ -147,11 +150,11 @@ def plan_engines(
     Raises:
         ConfigError: an option of SGLang whose memory is not known here, or an engine larger than a machine.
     """
-    options, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
-    fraction = options.get("mem_fraction_static") or _FRACTION.get(mode, _FRACTION["disaggregate"])
+    fraction_setting, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
+    fraction = fraction_setting or _FRACTION.get(mode, _FRACTION["disaggregate"])
     heads = hf.get_text_config().num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
-    if any(options.get(name) is not None for name in _TENSOR_NAMES):
+    if any(sampler.sglang_option(name) is not None for name in _TENSOR_NAMES):
         sizes = [sampler.tensor_ranks]
     has_fitting_size = False
     for tensor in sizes:
@@ -165,7 +168,7 @@ def plan_engines(
 
 
 def plan_engine_beside_learner(
-    hf: Any,
+    hf: PretrainedConfig,
     model_weights: EngineWeights,
     sampler: SamplerConfig,
     *,
@@ -186,20 +189,20 @@ def plan_engine_beside_learner(
     Raises:
         ConfigError: an option of SGLang whose memory is not known here.
     """
-    options, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
+    fraction_setting, number_bytes, cache_number_bytes = _read_options(sampler, model_weights)
     weights, token_bytes = model_weights.bytes(number_bytes), cache_bytes(hf, 1, cache_number_bytes)
     for cached_rows in dict.fromkeys((max(rows, ROWS), ROWS)):
         needed = (weights + cached_rows * row_tokens * token_bytes) / gpu_bytes
         steps = min(math.ceil(needed / _FRACTION_STEP), round(_FRACTION["colocate"] / _FRACTION_STEP))
-        fraction = options.get("mem_fraction_static") or round(steps * _FRACTION_STEP, 2)
+        fraction = fraction_setting or round(steps * _FRACTION_STEP, 2)
         cache = int(fraction * gpu_bytes) - weights
         yield EnginePlan(1, 1, fraction, weights, cache, max(0, cache) // token_bytes)
-        if "mem_fraction_static" in options:
+        if fraction_setting:
             return
 
 
-def _read_options(sampler: SamplerConfig, model_weights: EngineWeights) -> tuple[dict[str, Any], int, int]:
-    """Return SGLang's options, and the bytes of a number of the weights and of the KV cache.
+def _read_options(sampler: SamplerConfig, model_weights: EngineWeights) -> tuple[float | None, int, int]:
+    """Return ``mem_fraction_static``, if it is set, and the bytes of a number of the weights and of the KV cache.
 
     Raises:
         ConfigError: the memory of one of them is not known here.
@@ -214,7 +217,7 @@ def _read_options(sampler: SamplerConfig, model_weights: EngineWeights) -> tuple
         raise ConfigError(
             f"sampler.sglang.kv_cache_dtype={cache_dtype}: its memory is not known; set {', '.join(_CACHE_DTYPES)}"
         )
-    return options, _DTYPES[dtype], _CACHE_DTYPES[cache_dtype]
+    return options.get("mem_fraction_static"), _DTYPES[dtype], _CACHE_DTYPES[cache_dtype]
 
 
 def cache_bytes(hf: Any, tensor: int, size: int = 2) -> int:

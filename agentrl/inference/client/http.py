@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -57,7 +58,7 @@ class EngineHttp:
         self._session: aiohttp.ClientSession | None = None
         self._connections = KeptConnections(connect_s=_CONNECT_S, read_s=timeout_s, keep_s=_KEEP_S)
 
-    async def generate(self, body: Any, *, key: str) -> bytes:
+    async def generate(self, body: Mapping[str, object], *, key: str) -> bytes:
         """Send the body of a generation as JSON, and return the content of the reply.
 
         Args:
