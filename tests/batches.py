@@ -10,9 +10,10 @@ import numpy as np
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.microbatch import GlobalBatch, Kind
-from agentrl.batch.packing import PackOptions, RowSignals, StepPart, pack
+from agentrl.batch.packing import NO_IMAGES, PackOptions, RowSignals, StepPart, pack
 from agentrl.batch.sequences import RowValues
 from agentrl.config.schema import Config
+from agentrl.core.images import Image
 from agentrl.core.types import Rollout, Row, RowKey
 from agentrl.train.step_scores import StepScores, StepSettings, pack_options
 from agentrl.train.training_step import TrainingStep
@@ -47,6 +48,7 @@ def pack_rows(
     correction: Mapping[RowKey, Any] | None = None,
     values: Mapping[RowKey, Any] | None = None,
     returns: Mapping[RowKey, Any] | None = None,
+    images: Mapping[str, Image] = NO_IMAGES,
     **options: Any,
 ) -> GlobalBatch:
     """Return rows as `pack` does; ``options`` are fields of `PackOptions`, advantages may be by ``rollout_id``."""
@@ -54,7 +56,15 @@ def pack_rows(
     step_part = StepPart(units, completes, gradient_scale)
     packing = PackOptions(**options)
     return pack(
-        rows, packing, signals, kind=kind, policy=policy, trained=trained, step_part=step_part, lr_scale=lr_scale
+        rows,
+        packing,
+        signals,
+        images=images,
+        kind=kind,
+        policy=policy,
+        trained=trained,
+        step_part=step_part,
+        lr_scale=lr_scale,
     )
 
 

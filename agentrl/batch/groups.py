@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from agentrl.config.rollout import FilterGroupsConfig
 from agentrl.core.errors import ConfigError
+from agentrl.core.images import Image
 from agentrl.core.imports import is_reference, load_object
 from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout, Row, StopReason
@@ -39,6 +40,11 @@ class RolloutGroups:
     def rows(self) -> list[Row]:
         """All training rows."""
         return [row for rollout in self.rollouts_N for row in rollout.rows]
+
+    @property
+    def images(self) -> dict[str, Image]:
+        """All images of the rows, by digest."""
+        return {digest: image for rollout in self.rollouts_N for digest, image in rollout.images.items()}
 
     @property
     def flat_share(self) -> float:

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.batch.microbatch import span_mask
 from agentrl.batch.sequences import sequence_key
 from agentrl.core.types import MaskReason, Row
 
@@ -32,7 +33,8 @@ def row_weights(
     The masked tokens of *all* rows of a sequence or rollout share its weight equally, so that splitting a trajectory into
     more rows changes nothing. Those without a masked token do not count.
 
-    With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``. The first
+    With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``, but for those
+    that stand for images. The first
     token of a row has weight 0: no token precedes it to predict it from.
 
     ``units`` takes the place of `count_units` of the rows: with 1 the weights are those before they are divided by it.
@@ -43,7 +45,12 @@ def row_weights(
         (mask * token_weight).astype(np.float32) for mask, token_weight in zip(masks, token_weights, strict=True)
     ]
     if context_weight:
-        contexts = [(row.mask_reason == MaskReason.OBSERVED) & (np.arange(len(row.mask)) > 0) for row in rows]
+        contexts = [
+            (row.mask_reason == MaskReason.OBSERVED)
+            & (np.arange(len(row.mask)) > 0)
+            & ~span_mask(len(row.mask), row.images)
+            for row in rows
+        ]
         total = max(1, sum(int(context.sum()) for context in contexts))
         for weight, context in zip(weights, contexts, strict=True):
             weight[context] = context_weight / total

@@ -7,12 +7,15 @@ neither packing nor the number of ranks changes the gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from agentrl.core.images import ImageSpan, PlacedImage
 from agentrl.core.sampling_support import SamplingSupport
 from agentrl.core.types import RowKey
 
@@ -66,6 +69,25 @@ class MicroBatch:
     support: SamplingSupport | None = None
     """Of the ``L`` tokens: the ids that log-probabilities, of the policy and of the reference, are renormalised over, where it is
     known. None: log-probabilities are those of the whole vocabulary, or see `GlobalBatch.truncation`."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the rows, with their tokens among the ``L``, in the order of the tokens. An image of several rows is one object,
+    which is pickled once."""
+    needs_vision: bool = False
+    """Whether this micro-batch has images, or one that another rank computes at the same time: all of them run the vision tower
+    then, as its weights are sharded."""
+
+    @property
+    def image_mask_L(self) -> torch.Tensor:
+        """Bools of the tokens that stand for images."""
+        return torch.from_numpy(span_mask(len(self.token_ids_L), [placed.span for placed in self.images]))
+
+
+def span_mask(length: int, spans: Iterable[ImageSpan]) -> NDArray[np.bool_]:
+    """Return which of ``length`` tokens are in spans of images."""
+    mask = np.zeros(length, np.bool_)
+    for span in spans:
+        mask[span.start : span.end] = True
+    return mask
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -24,9 +25,11 @@ from numpy.typing import NDArray
 from agentrl.batch.loss_weights import Aggregation, row_weights
 from agentrl.batch.microbatch import GlobalBatch, Kind, MicroBatch, Truncation
 from agentrl.batch.prefix_groups import Division, divide_rows
+from agentrl.batch.prefix_tree import TokenIds, token_keys
 from agentrl.batch.provenance import check_temperature, leave_out
 from agentrl.batch.sequences import RowValues, SequenceKey, sequence_key
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
+from agentrl.core.images import Image, PlacedImage
 from agentrl.core.sampling_support import SamplingSupport, concatenate_supports
 from agentrl.core.task import task_source_name
 from agentrl.core.types import Row
@@ -163,6 +166,7 @@ class StepPart:
 
 WHOLE_STEP = StepPart()
 NO_SIGNALS = RowSignals()
+NO_IMAGES: Mapping[str, Image] = MappingProxyType({})
 
 
 def pack(
@@ -170,6 +174,7 @@ def pack(
     options: PackOptions,
     signals: RowSignals = NO_SIGNALS,
     *,
+    images: Mapping[str, Image] = NO_IMAGES,
     kind: Kind = "rl",
     policy: str = "main",
     trained: Collection[str] | None = None,
@@ -182,6 +187,7 @@ def pack(
         rows: of all rollouts of the optimizer step; their order does not matter.
         options: of the run.
         signals: of the rows.
+        images: of the rows, by digest.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
         policy: which of several policies the rows are of.
         trained: ids of the rollouts to train on; rows of others only count in the denominators. None: all.
@@ -189,7 +195,7 @@ def pack(
         lr_scale: the schedule's factor for this optimizer step.
 
     Raises:
-        KeyError: a row to train on has no advantage.
+        KeyError: a row to train on has no advantage, or an image of a row is missing.
         ProvenanceError: a row of a batch that is not supervised was sampled at another temperature.
         ValueError: ``context_weight`` outside a supervised batch.
     """
@@ -214,7 +220,7 @@ def pack(
     if kind != "sft":
         check_temperature((weighted.row for weighted in weighted_rows), options.temperature)
     divisions = divide_rows(
-        [weighted.row.token_ids for weighted in weighted_rows],
+        _prefix_rows([weighted.row for weighted in weighted_rows]),
         options.data_parallel_size,
         options.tokens_per_micro,
         share_prefixes=options.share_prefixes,
@@ -227,15 +233,19 @@ def pack(
             options,
             signals,
             sequences,
+            images,
             replays_support=replays_support,
         )
         for division in divisions
     ]
+    ranks = options.data_parallel_size
+    for first in range(0, len(micro), ranks):  # these are computed at the same time
+        if any(batch.images for batch in micro[first : first + ranks]):
+            micro[first : first + ranks] = [replace(batch, needs_vision=True) for batch in micro[first : first + ranks]]
     metrics = _metrics([weighted.row for weighted in weighted_rows], micro, divisions)
     metrics |= routing_metrics(micro) | support_metrics(micro)
     if kind == "rl":
         metrics["train/provenance_faults"] = float(faults)
-    ranks = options.data_parallel_size
     return GlobalBatch(
         micro=tuple(tuple(micro[rank::ranks]) for rank in range(ranks)),
         kind=kind,
@@ -249,6 +259,14 @@ def pack(
         completes=step_part.completes,
         gradient_scale=step_part.gradient_scale,
     )
+
+
+def _prefix_rows(rows: Sequence[Row]) -> list[TokenIds]:
+    """Return what prefixes of rows are compared by: token ids, with images their keys."""
+    digests = sorted({span.digest for row in rows for span in row.images})
+    if not digests:
+        return [row.token_ids for row in rows]
+    return [token_keys(row.token_ids, row.images, digests) for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +306,7 @@ def _micro_batch(
     options: PackOptions,
     signals: RowSignals,
     sequences: _SequenceNumbers,
+    images: Mapping[str, Image],
     *,
     replays_support: bool,
 ) -> MicroBatch:
@@ -346,6 +365,11 @@ def _micro_batch(
         returns_L=optional(signals.returns),
         experts_L=packed_experts([weighted.row.experts for weighted in rows], slices, length),
         support=packed_support([weighted.row for weighted in rows], length) if replays_support else None,
+        images=tuple(
+            PlacedImage(replace(span, start=tokens.start + span.start), images[span.digest])
+            for tokens, weighted in zip(slices, rows, strict=True)
+            for span in weighted.row.images
+        ),
     )
 
 
@@ -353,6 +377,7 @@ def _metrics(rows: Sequence[Row], micro: Sequence[MicroBatch], divisions: Sequen
     tokens = sum(len(row.token_ids) for row in rows)
     padded = sum(batch.token_ids_L.numel() for batch in micro)
     computed = sum(division.computed_tokens for division in divisions)
+    image_tokens = sum(int(batch.image_mask_L.sum()) for batch in micro)
     return {
         "batch/rows": float(len(rows)),
         "batch/tokens": float(tokens),
@@ -360,4 +385,5 @@ def _metrics(rows: Sequence[Row], micro: Sequence[MicroBatch], divisions: Sequen
         "batch/padding_share": 1 - tokens / padded,
         "batch/shared_share": 1 - computed / max(1, tokens),
         "batch/micro_batches": float(len(micro)),
+        **({"batch/image_share": image_tokens / tokens} if image_tokens else {}),
     }

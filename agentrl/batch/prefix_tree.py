@@ -16,7 +16,7 @@ Legend: ``U`` unique tokens, ``N`` tokens of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,8 +24,34 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.images import ImageSpan
+
 TokenIds = NDArray[np.integer[Any]]
 """``[T]`` token ids of a row."""
+
+_IMAGE = 1 << 32
+"""Keys of tokens that stand for images are above all token ids."""
+
+
+def token_keys(token_ids: TokenIds, spans: Iterable[ImageSpan], digests: Sequence[str]) -> NDArray[np.int64]:
+    """Return keys that are equal for equal tokens: ids, and for tokens of images ids with the image's number.
+
+    The tokens of different images have the same ids, but other embeddings.
+
+    Args:
+        token_ids: of a row, or of rows one after the other.
+        spans: of its images.
+        digests: of all images of the rows that are compared.
+    """
+    keys = token_ids.astype(np.int64)
+    for span in spans:
+        keys[span.start : span.end] += _IMAGE * (1 + digests.index(span.digest))
+    return keys
+
+
+def key_ids(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the token ids of `token_keys`."""
+    return keys % _IMAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from agentrl.batch.microbatch import GlobalBatch, MicroBatch
+from agentrl.batch.microbatch import GlobalBatch, MicroBatch, span_mask
 from agentrl.core.errors import ProvenanceError, UngradedError
 from agentrl.core.sampling_support import SamplingSupport, TokenIds
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey
 
 _log = logging.getLogger(__name__)
+_IMAGE_FAULT = "it stands for an image"
 
 
 def check_rows(rows: Iterable[Row]) -> None:
@@ -110,7 +111,10 @@ def check_provenance(batch: GlobalBatch) -> None:
 def _row_faults(row: Row) -> dict[str, NDArray[np.bool_]]:
     """Return masks ``[T]`` of the faulty tokens, by fault."""
     requests = np.where(row.requests < len(row.request_ids), row.requests, -1)
-    return _faults(row.mask != 0, row.provenance, row.logprobs, row.versions, requests)
+    mask = row.mask != 0
+    faults = _faults(mask, row.provenance, row.logprobs, row.versions, requests)
+    faults[_IMAGE_FAULT] = mask & span_mask(len(mask), row.images)
+    return faults
 
 
 def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
@@ -122,6 +126,7 @@ def _micro_faults(batch: MicroBatch) -> dict[str, NDArray[np.bool_]]:
         batch.versions_L.numpy(),
         batch.requests_L.numpy(),
     )
+    faults[_IMAGE_FAULT] = (batch.mask_L & batch.image_mask_L).numpy()
     faults["it is padding"] = batch.mask_L.numpy() & (batch.row_L.numpy() < 0)
     if batch.support is not None:
         faults |= _support_faults(batch.mask_L.numpy(), batch.token_ids_L.numpy(), batch.support)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.batch.microbatch import MicroBatch, to_device
-from agentrl.batch.prefix_tree import PrefixTree, prefix_tree
+from agentrl.batch.prefix_tree import PrefixTree, key_ids, prefix_tree, token_keys
 from agentrl.core.experts import unknown_expert_mask, unknown_experts
 from agentrl.learner.layers import record_compilation
 
@@ -204,9 +204,12 @@ def tree_places(
 
 
 def _rows(micro: MicroBatch) -> list[NDArray[np.int64]]:
+    """Return the rows' keys, which tell images apart."""
     used = int((micro.row_L >= 0).sum())
     starts = np.flatnonzero(micro.position_ids_L[:used].numpy() == 0)
-    return np.split(micro.token_ids_L[:used].numpy(), starts[1:]) if used else []
+    spans = [placed.span for placed in micro.images]
+    keys = token_keys(micro.token_ids_L.numpy(), spans, sorted({span.digest for span in spans}))
+    return np.split(keys[:used], starts[1:]) if used else []
 
 
 def _length(tree: PrefixTree, device: torch.device, ranks: int) -> int:
@@ -232,14 +235,14 @@ def tree_input(
     """
     rows = _rows(micro)
     tree = prefix_tree(rows)
-    unique, length = len(tree.token_ids_U), _length(tree, device, ranks)
+    unique, length, token_ids_U = len(tree.token_ids_U), _length(tree, device, ranks), key_ids(tree.token_ids_U)
     token_N = tree.index_N[at_N.numpy()]
     scored_U, before_U = np.zeros(unique, np.bool_), np.empty(unique, np.int64)
     scored_U[token_N], before_U[token_N] = True, tree.index_N[at_N.numpy() - 1]
-    scored = (before_U[scored_U], tree.token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N])
+    scored = (before_U[scored_U], token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N])
     if micro.support is not None:  # rows that share a token may have sampled it from different ids
-        scored = (tree.index_N[at_N.numpy() - 1], tree.token_ids_U[token_N], np.arange(len(token_N)))
-    arrays = (*(np.pad(array, (0, length - unique)) for array in (tree.token_ids_U, tree.depth_U)), *scored)
+        scored = (tree.index_N[at_N.numpy() - 1], token_ids_U[token_N], np.arange(len(token_N)))
+    arrays = (*(np.pad(array, (0, length - unique)) for array in (token_ids_U, tree.depth_U)), *scored)
     token_ids_L, position_ids_L, before_M, targets_M, scored_N = (
         to_device(torch.from_numpy(array), device) for array in arrays
     )

@@ -208,7 +208,7 @@ def score_rollouts(
     reference_logprobs: dict[RowKey, NDArray[np.float32]] = {}
     if settings.needs_learner_logprobs or settings.needs_reference_logprobs:
         for policy, policy_groups in groups_by_policy(groups).items():
-            batch = pack(policy_groups.rows, settings.packing, policy=policy)
+            batch = pack(policy_groups.rows, settings.packing, images=policy_groups.images, policy=policy)
             if settings.needs_learner_logprobs:
                 learner_logprobs |= learner.logprobs(batch)
             if settings.needs_reference_logprobs:
@@ -225,4 +225,4 @@ def _critic_values(settings: StepSettings, groups: RolloutGroups, critic: Critic
         if needs_critic(settings.algo_by_source[source])
         for row in source_groups.rows
     ]
-    return critic.values(pack(rows, settings.packing)) if rows else {}
+    return critic.values(pack(rows, settings.packing, images=groups.images)) if rows else {}

@@ -203,6 +203,7 @@ class TrainingStep:
             [row for row in self.groups.rows if row.key.rollout_id in counted],
             self.settings.packing,
             self.signals,
+            images=self.groups.images,
             policy=optimizer_step.policy,
             trained=optimizer_step.trained,
             step_part=step_part,
@@ -235,6 +236,7 @@ class TrainingStep:
                 rows,
                 self.settings.packing,
                 signals,
+                images=self.groups.images,
                 kind="value",
                 lr_scale=self.settings.critic_lr_scale(self.step, index, self.progress),
             )
