@@ -224,6 +224,7 @@ def pack(
         options.data_parallel_size,
         options.tokens_per_micro,
         share_prefixes=options.share_prefixes,
+        image_tokens=[sum(span.length for span in weighted.row.images) for weighted in weighted_rows],
     )
     sequences = _SequenceNumbers()
     micro = [

@@ -166,8 +166,8 @@ class LearnerConfig(Section):
     logits_chunk: PositiveInt = 4096
     """Trained tokens whose logits are held at the same time."""
     freeze: list[str] = Field(default_factory=list)
-    """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``. They have no
-    gradient and no optimizer state. A critic is trained as a whole."""
+    """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``, or ``*visual.*`` for
+    the vision tower of Qwen and GLM. They have no gradient and no optimizer state. A critic is trained as a whole."""
     lora: LoraConfig | None = None
     """Train adapters only (needs the extra ``lora``). Engines, unless ``weights.adapters`` is ``only``, and exports get merged
     weights. A critic is trained as a whole."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ModelError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Torch warns of operations in place in what is recomputed; decoder layers have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn is passed" not in record.getMessage()
@@ -23,13 +26,15 @@ logging.getLogger("torch._higher_order_ops.wrap").addFilter(
 
 
 def decoder_layers(hf: Any) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers.
+    """Return the decoder layers of a model of transformers, without blocks of its vision tower.
 
     Raises:
         ModelError: transformers does not say which ones they are.
     """
     blocks = set(getattr(hf, "_no_split_modules", None) or ())
-    layers = [module for module in hf.modules() if type(module).__name__ in blocks]
+    tower = vision_tower(hf)
+    of_tower = set() if tower is None else set(tower.modules())
+    layers = [module for module in hf.modules() if type(module).__name__ in blocks and module not in of_tower]
     if not layers:
         kind = hf.config.model_type
         raise ModelError(
@@ -37,6 +42,21 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
             "(_no_split_modules), which the learner divides and recomputes; choose another model"
         )
     return layers
+
+
+def vision_tower(hf: Any) -> PreTrainedModel | None:
+    """Return the vision tower of a model of transformers; None if it reads no images."""
+    if not hasattr(hf.config, "vision_config") or not hasattr(hf.base_model, "get_image_features"):
+        return None
+    tower: PreTrainedModel = hf.get_encoder("image")
+    return tower
+
+
+def vision_blocks(hf: Any) -> list[nn.Module]:
+    """Return the transformer blocks of a model's vision tower; an empty list if it has none."""
+    tower = vision_tower(hf)
+    lists = [] if tower is None else [module for module in tower.modules() if isinstance(module, nn.ModuleList)]
+    return [*max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()), default=())]
 
 
 def prepare_layers(layers: Iterable[nn.Module], *, compiled: bool, recompute: Recompute) -> None:

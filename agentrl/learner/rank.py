@@ -98,7 +98,8 @@ def first_tokens(micro: MicroBatch, count: int) -> MicroBatch:
         for field in fields(micro)
         if isinstance(value := getattr(micro, field.name), torch.Tensor)
     }
-    return replace(micro, shares_prefixes=False, support=None, **cut)
+    images = tuple(placed for placed in micro.images if placed.span.end <= count)
+    return replace(micro, shares_prefixes=False, support=None, images=images, **cut)
 
 
 def by_row(micro: MicroBatch, at_N: torch.Tensor, scores_N: torch.Tensor) -> RowScores:

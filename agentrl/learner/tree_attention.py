@@ -193,6 +193,8 @@ class TreeInput:
     """int64 index among the ``M`` of each token of the rows to score."""
     experts_L: torch.Tensor | None
     """``[L, layers, K]`` on the CPU, as in `MicroBatch`; of tokens that rows share those of one of the rows."""
+    index_N: torch.Tensor
+    """int64 on the CPU: the tree's token of each token of the rows, one row after the other."""
 
 
 def tree_places(
@@ -252,7 +254,8 @@ def tree_input(
     else:
         packed = tree_masks(tree, length, device, windows)
     experts_L = None if micro.experts_L is None else _experts(micro.experts_L, tree, length)
-    return TreeInput(token_ids_L, position_ids_L, packed, before_M, targets_M, scored_N, experts_L)
+    index_N = torch.from_numpy(tree.index_N)
+    return TreeInput(token_ids_L, position_ids_L, packed, before_M, targets_M, scored_N, experts_L, index_N)
 
 
 def _experts(experts_N: torch.Tensor, tree: PrefixTree, length: int) -> torch.Tensor:

@@ -29,11 +29,12 @@ from agentrl.learner.fsdp.experts import (
     pass_experts_by_layer,
     use_grouped_products,
 )
+from agentrl.learner.fsdp.images import image_inputs
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import RankMesh, reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
-from agentrl.learner.layers import decoder_layers, prepare_layers
+from agentrl.learner.layers import decoder_layers, prepare_layers, vision_blocks, vision_tower
 from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.freezing import frozen_names
 from agentrl.models.load import empty_model
@@ -124,6 +125,7 @@ def _load(
 ) -> None:
     """Load a model, check it, and let it compute micro-batches together with the ranks of ``context``, or of a new one."""
     with _named_errors(model, folder, key):
+        model.images = image_inputs(model.hf, folder, key)
         _fill(model, folder, config, device, mesh, key)
     with _named_errors(model, folder, key), _probing(model, config):
         model.separates_rows = _selects_keys(model.hf) or _mixes_rows(model)
@@ -142,7 +144,7 @@ def _fill(
     model: PackedModel, folder: Path, config: LearnerConfig, device: torch.device, mesh: RankMesh | None, key: str
 ) -> None:
     """Set a model on `meta` up for training, shard it, and read its weights."""
-    files = WeightFiles(folder, key)
+    files, tower = WeightFiles(folder, key), vision_tower(model.hf)
     untie_different(model.hf, files)
     if config.lora is not None:
         add_adapters(model.hf, config.lora)
@@ -153,6 +155,8 @@ def _fill(
     _name_windows(model.hf)
     if _selects_keys(model.hf):
         _prepare_indexers(model.hf)
+    if tower is not None:
+        tower.set_attn_implementation("sdpa")  # of whole images, which are no rows
     model.hf.train()
     _disable_dropout(model.hf)
     model.autocast, model.compiled = uses_bfloat16(config), compiles(config)
@@ -169,6 +173,7 @@ def _fill(
         # A compiler cannot take exchanges whose sizes the host waits for.
         exchanges = config.expert_parallel > 1 and bool(expert_modules(layer))
         prepare_layers([layer], compiled=model.compiled and not exchanges, recompute=recompute_mode(config))
+    prepare_layers(vision_blocks(model.hf), compiled=False, recompute=recompute_mode(config))
     pass_experts_by_layer(model.hf)
     if resolve_device(config) == "cuda" and model.autocast:
         model.hf.get_input_embeddings().register_forward_hook(_as_bfloat16)
@@ -351,13 +356,15 @@ def _check_rows(policy: PolicyModel, folder: Path, key: str) -> None:
 def _own_inference(hf: PreTrainedModel) -> Iterator[None]:
     """Compute as transformers does without training: with the architecture's own attention."""
     training = {module: module.training for module in hf.modules()}
-    implementation = str(hf.config._attn_implementation)
+    models = [hf] if (tower := vision_tower(hf)) is None else [hf, tower]
+    implementations = [str(model.config._attn_implementation) for model in models]
     hf.train(False)
     hf.set_attn_implementation("eager")
     try:
         yield
     finally:
-        hf.set_attn_implementation(implementation)
+        for model, implementation in zip(models, implementations, strict=True):
+            model.set_attn_implementation(implementation)
         for module, is_training in training.items():
             module.training = is_training
 
@@ -387,9 +394,7 @@ def _small_windows(hf: PreTrainedModel) -> Iterator[None]:
 def _last_hidden(model: PackedModel) -> Iterator[list[torch.Tensor]]:
     """Record the last hidden states of the passes in the block."""
     hidden_states: list[torch.Tensor] = []
-    hook = model.hf.base_model.register_forward_hook(
-        lambda *arguments: hidden_states.append(arguments[-1].last_hidden_state)
-    )
+    hook = model.body.register_forward_hook(lambda *arguments: hidden_states.append(arguments[-1].last_hidden_state))
     try:
         yield hidden_states
     finally:

@@ -16,6 +16,7 @@ from agentrl.config.learner import LoraConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.learner.fsdp.weights import LORA_KEY, is_adapter, is_policy_adapter, local, peft_adapter, shard_slices
+from agentrl.learner.layers import vision_tower
 
 
 def add_adapters(hf: Any, config: LoraConfig) -> None:
@@ -44,13 +45,18 @@ def add_adapters(hf: Any, config: LoraConfig) -> None:
 
 
 def adapted_layers(hf: Any, config: LoraConfig) -> list[str]:
-    """Return the names of the linear layers of a model without adapters that ``config.target`` names.
+    """Return the names of the linear layers of a model without adapters that ``config.target`` names, of its text part alone.
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the output head.
     """
-    head = hf.get_output_embeddings()
-    linears = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    head, text = hf.get_output_embeddings(), hf if vision_tower(hf) is None else hf.get_decoder()
+    of_text = set(text.modules())
+    linears = [
+        name
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and module in of_text
+    ]
     if config.target == "linear":
         return linears
     chosen: set[str] = set()

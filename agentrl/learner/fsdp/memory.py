@@ -17,7 +17,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
 from agentrl.learner.fsdp.experts import expert_modules
-from agentrl.learner.layers import decoder_layers
+from agentrl.learner.layers import decoder_layers, vision_blocks
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
 from agentrl.learner.optimizer_states import CHUNK_BYTES
 from agentrl.models.load import value_head
@@ -42,9 +42,10 @@ def fsdp_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Learn
 def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
     """Yield the memory at the head, at each layer of the backward pass, at the embeddings, the last of it, and in the update."""
     size, several, tokens = options.size, options.ranks > 1, options.tokens
-    layers = decoder_layers(hf)
+    layers, blocks = decoder_layers(hf), vision_blocks(hf)
     units = [_count(layer) for layer in layers]
-    outer = _count(hf) - sum(units)
+    block_units = [_count(block) for block in blocks]
+    outer = _count(hf) - sum(units) - sum(block_units)
     exchanges = [config.expert_parallel > 1 and bool(expert_modules(layer)) for layer in layers]
     units = [_whole_count(layer, config.expert_parallel) for layer in layers]
     # Layers with divided experts are not compiled.
@@ -83,16 +84,17 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     ]
     # The final norm keeps its input and what it scales; its result is float32 where its input is.
     last = tokens * hidden * (2 * options.hidden_size + FLOAT32)
-    gathered = _gathered_bytes(units, outer, config, options)
+    gathered = _gathered_bytes([*units, *block_units], outer, config, options)
+    tower, block_backward = _tower_bytes(hf, options)
 
     yield LearnerMemory(
         **state,
         gradients=gradients,
         gathered=gathered,
-        activations=sum(layer_activations) + last,
+        activations=tower + sum(layer_activations) + last,
         logits=_head(hf, config, options),
     )
-    below = sum(layer_activations)
+    below = tower + sum(layer_activations)
     grown = embedding_gradient if tied else _shards(head, options.shards, trained=True)
     of_layers = list(zip(layers, units, copied, layer_activations, widths, layer_options, strict=True))
     for layer, unit, layer_copies, layer_bytes, width, layer_option in reversed(of_layers):
@@ -105,11 +107,39 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         below -= layer_bytes
         if not rounded:
             grown += _shards(layer, options.shards, trained=True) + _adapters(layer, config, options)
+    if blocks:
+        of_blocks = gradients + sum(_shards(block, options.shards, trained=True) for block in blocks)
+        yield LearnerMemory(
+            **state,
+            gradients=max(of_blocks, grown) + reduced * max(block_units),
+            gathered=gathered,
+            activations=tower + block_backward,
+        )
     added = embedding_gradient * (1 + (tied and options.accumulates)) + reduced * outer
     yield LearnerMemory(**state, gradients=sums + added, gathered=size * outer if several else 0)
     if config.cpu_offload == "optimizer":
         largest = max(2 * FLOAT32 * _shard(parameter, options.shards) for parameter in hf.parameters())
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
+
+
+def _tower_bytes(hf: Any, options: MemoryOptions) -> tuple[int, int]:
+    """Return the activations of the vision tower, as if all tokens stood for images, and those of a block's backward pass.
+
+    A frozen tower keeps none. What it computes is computed before layers of the text model, and is less than these.
+    """
+    blocks = [block for block in vision_blocks(hf) if _trained_count(block)]
+    if not blocks:
+        return 0, 0
+    vision = hf.config.vision_config
+    # The merger joins neighbouring patches to a token; of tiles it is the connector's factor.
+    merge = int(getattr(vision, "spatial_merge_size", None) or getattr(hf.config, "scale_factor", 1))
+    patches, hidden = options.tokens * merge**2, int(vision.hidden_size)
+    heads = int(getattr(vision, "num_heads", None) or vision.num_attention_heads)
+    products = [(m.in_features, m.out_features) for m in blocks[0].modules() if isinstance(m, nn.Linear)]
+    results, inputs = (sum(sizes) for sizes in zip(*((out, size) for size, out in products), strict=True))
+    widths = _Widths(hidden, heads, hidden, results - hidden, inputs, 2 * hidden, max(out for _, out in products))
+    plain = replace(options, compiled=False)
+    return len(blocks) * patches * _saved_bytes(widths, plain), patches * _backward_bytes(widths, plain)
 
 
 def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.experts import divide_experts, expert_modules
 from agentrl.learner.fsdp.model import PackedModel
-from agentrl.learner.layers import decoder_layers
+from agentrl.learner.layers import decoder_layers, vision_blocks
 
 _REPLICA, _SHARD, _COLUMN, _EXPERT = "replica", "shard", "column", "expert"
 
@@ -92,7 +92,7 @@ def _is_divided(tensor: DTensor) -> bool:
 
 
 def shard(model: PackedModel, mesh: RankMesh, config: LearnerConfig) -> None:
-    """Shard the parameters over ``mesh``: one unit per decoder layer, one for its divided experts, and one for the rest.
+    """Shard the parameters over ``mesh``: a unit per decoder layer and vision block, one for divided experts, one for the rest.
 
     Gradients are summed over ranks.
 
@@ -108,7 +108,7 @@ def shard(model: PackedModel, mesh: RankMesh, config: LearnerConfig) -> None:
         copies = mesh.experts[tuple(name for name in mesh.experts.mesh_dim_names or () if name != _EXPERT)]
         for experts in expert_modules(model.hf):
             fully_shard(experts, mesh=copies, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
-    for layer in decoder_layers(model.hf):
+    for layer in (*vision_blocks(model.hf), *decoder_layers(model.hf)):
         fully_shard(layer, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=config.reshard_after_forward)
     fully_shard(model, mesh=mesh.shards, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():

@@ -108,10 +108,13 @@ def read_family(folder: Path, key: str) -> tuple[Family, Any]:
         fields = json.loads(path.read_text(encoding="utf-8"))
         kind = fields.pop("model_type")
         fields.pop("quantization_config", None)  # `WeightFiles` reads it
+        reads_images = isinstance(fields.get("vision_config"), dict)
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise ModelError(f"{key}={folder}: {path.name} is no configuration of a model: {error!r}") from error
     if kind not in FAMILIES:
         reason = f", as {_REASONS[kind]}" if kind in _REASONS else ""
+        if reads_images and not reason:
+            reason = ", as its models have no vision tower"
         raise ModelError(
             f"{key}={folder}: the megatron learner has no models with model_type={kind!r}{reason}, only "
             f"{', '.join(sorted(FAMILIES))}; set learner.backend=fsdp"

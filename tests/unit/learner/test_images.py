@@ -1,0 +1,317 @@
+"""Packed rows with images: log-probabilities and gradients are those of transformers' own forward, one row after the other."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image as Pillow
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.errors import ConfigError, LearnerError
+from agentrl.core.images import Image, ImageSpan, load_image
+from agentrl.core.types import MaskReason, Provenance, Row, RowKey
+from agentrl.learner.base import RankOptions
+from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.models.image_processor import ImageProcessor, load_image_processor
+from tests.algo_config import make_algo
+from tests.batches import pack_rows
+from tests.integration.rank_processes import run_ranks
+from tests.integration.two_ranks import batch_of_share
+from tests.unit.learner.learners import Learners, gradients, make_rows, tensors
+from tests.vision_folders import FAMILIES, write_processor_folder
+
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+TOWERS = dict.fromkeys(FAMILIES, "*.visual.*") | {"smolvlm": "*.vision_model.*"}
+"""Patterns of ``learner.freeze``."""
+
+
+@cache
+def folder(family: str) -> Path:
+    """Return a tiny model whose weights are large enough that images change the log-probabilities of text."""
+    path = write_processor_folder(Path(mkdtemp()) / family, family, weights=True)
+    model = own_model(path)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def own_model(path: Path) -> Any:
+    auto: Any = AutoModelForImageTextToText
+    return auto.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@cache
+def processor(family: str) -> ImageProcessor:
+    return load_image_processor(folder(family))
+
+
+@cache
+def picture(number: int) -> Image:
+    """Return a picture of few pixels, of a size that differs among numbers."""
+    pixels = np.random.default_rng(number).integers(0, 256, (16 + 8 * (number % 3), 24 + 8 * (number % 2), 3), np.uint8)
+    return load_image(Pillow.fromarray(pixels))
+
+
+def row(family: str, name: str, parts: Sequence[str | int | tuple[int, ...]], seed: int = 0) -> Row:
+    """Return a row of texts, numbers of pictures, and sampled ids."""
+    ids: list[int] = []
+    sampled: list[bool] = []
+    spans = []
+    tokenizer = processor(family)._processor.tokenizer
+    for part in parts:
+        if isinstance(part, str):
+            new: Sequence[int] = tokenizer.encode(part, add_special_tokens=False)
+        elif isinstance(part, int):
+            new = processor(family).expand(picture(part))
+            spans.append(ImageSpan(len(ids), len(new), picture(part).digest))
+        else:
+            new = part
+        ids += new
+        sampled += [isinstance(part, tuple)] * len(new)
+    mask = np.array(sampled)
+    rng = np.random.default_rng(seed)
+    return Row(
+        key=RowKey("p", name),
+        token_ids=np.array(ids, np.int32),
+        provenance=np.where(mask, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=mask.astype(np.uint8),
+        mask_reason=np.where(mask, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=(-rng.uniform(3, 6, len(ids)) * mask).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        requests=np.where(mask, 0, -1).astype(np.int32),
+        request_ids=("q",),
+        images=tuple(spans),
+    )
+
+
+def episodes(family: str) -> list[Row]:
+    """Return five pictures over four turns, the same with another third picture, a fork, and rows with one and without."""
+    pad = next(iter(processor(family).pad_ids))  # a policy may sample it: then it is a token like others
+    first, second, third = (40, 41, 42, 43), (44, pad, 45), (46, 47)
+    begin = ["count ", 0, " and ", 1, ":", first, "next ", 2, second]
+    return [
+        row(family, "a", [*begin, "then ", 3, ",", 4, third, "end", (50, 51)]),
+        row(
+            family,
+            "b",
+            ["count ", 0, " and ", 3, ":", first, "next ", 2, second, "then ", 3, ",", 4, third, "end", (50, 52)],
+        ),
+        row(family, "c", [*begin, "other", (60, 61, 62)]),
+        row(family, "d", [1, "what", (70, 71)]),
+        row(family, "e", ["no picture", (72, 73)]),
+    ]
+
+
+IMAGES = {picture(number).digest: picture(number) for number in (*range(5), 7)}
+"""The last has the size of the second."""
+
+
+def batch(rows: list[Row], *, tokens: int = 4096, share_prefixes: bool = False, ranks: int = 1) -> GlobalBatch:
+    advantages = {made.key.rollout_id: (-1) ** number * (1 + number) for number, made in enumerate(rows)}
+    options = {"tokens_per_micro": tokens, "share_prefixes": share_prefixes, "data_parallel_size": ranks}
+    return pack_rows(rows, advantages, pad_id=0, images=IMAGES, **options)
+
+
+def own_logprobs(family: str, rows: list[Row]) -> dict[RowKey, np.ndarray]:
+    """Return log-probabilities ``[T]`` of each row by transformers, 0 for its first token."""
+    model, logprobs = own_model(folder(family)), {}
+    for made in rows:
+        ids = torch.from_numpy(made.token_ids.astype(np.int64))[None]
+        inputs = processor(family).join([processor(family).features(IMAGES[span.digest]) for span in made.images])
+        if made.images and "image_grid_thw" in inputs:
+            kinds = torch.zeros_like(ids)
+            for span in made.images:
+                place = slice(span.start, span.end)
+                kinds[0, place] = torch.isin(ids[0, place], torch.tensor([*processor(family).pad_ids])).long()
+            inputs |= {"mm_token_type_ids": kinds}
+        with torch.no_grad():
+            logits = model(input_ids=ids, **inputs).logits[0]
+        scores = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        logprobs[made.key] = np.concatenate([[0], scores.numpy()])
+    return logprobs
+
+
+@pytest.fixture
+def opened():
+    learners = Learners(Path())
+    yield learners
+    learners.close()
+
+
+def without_sampled_pads(family: str, rows: list[Row]) -> list[Row]:
+    """Replace sampled pads, which transformers itself cannot tell from those of images."""
+    pads = np.array([*processor(family).pad_ids])
+    return [
+        replace(made, token_ids=np.where((made.mask != 0) & np.isin(made.token_ids, pads), 44, made.token_ids))
+        for made in rows
+    ]
+
+
+@FAMILY
+@pytest.mark.parametrize("share_prefixes", [False, True])
+def test_logprobs_are_those_of_transformers_row_by_row(family, share_prefixes, opened):
+    rows = without_sampled_pads(family, episodes(family))
+    expected = own_logprobs(family, rows)
+    learner = opened.open(folder=folder(family))
+    packed = batch(rows, share_prefixes=share_prefixes)
+    assert packed.micro[0][0].shares_prefixes == share_prefixes
+    scores = learner.logprobs(packed)
+    assert scores.keys() == expected.keys()
+    for key, row_scores in scores.items():
+        np.testing.assert_allclose(row_scores, expected[key], atol=2e-5)
+    other = [replace(rows[3], images=tuple(replace(span, digest=picture(7).digest) for span in rows[3].images))]
+    assert processor(family).expand(picture(7)) == processor(family).expand(picture(1))
+    [other_scores] = learner.logprobs(batch(other)).values()
+    assert np.abs(other_scores - expected[rows[3].key]).max() > 1e-3, "images make no difference"
+
+
+@FAMILY
+def test_gradients_do_not_depend_on_packing_or_shared_prefixes(family, opened):
+    rows = episodes(family)
+    learner = opened.open(folder=folder(family))
+    batches = [batch(rows), batch(rows, share_prefixes=True), batch(rows, tokens=8)]
+    assert [len(made.micro[0]) for made in batches] == [1, 1, len(rows)]
+    together, shared, alone = (gradients(learner, made, torch.float32) for made in batches)
+    assert any(".patch_embed" in name or "patch_embedding" in name for name in together)
+    for name, gradient in together.items():
+        assert gradient.isfinite().all()
+        scale = max(float(gradient.abs().max()), 1e-3)
+        for other in (shared, alone):
+            torch.testing.assert_close(other[name] / scale, gradient / scale, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "smolvlm"])
+def test_recomputation_changes_no_gradient(family, opened):
+    rows = episodes(family)[1:4]
+    by_mode = []
+    for recompute in ("none", "full"):
+        learner = opened.open(folder=folder(family), recompute=recompute)
+        by_mode.append(gradients(learner, batch(rows), torch.float32))
+    for name, gradient in by_mode[0].items():
+        torch.testing.assert_close(by_mode[1][name], gradient, atol=1e-6, rtol=1e-5)
+
+
+@FAMILY
+def test_a_frozen_tower_stays_equal_and_weights_have_the_names_of_the_folder(family, opened):
+    learner = opened.open(folder=folder(family), freeze=[TOWERS[family]])
+    before, files = tensors(learner), load_file(folder(family) / "model.safetensors")
+    assert before.keys() == files.keys()
+    assert all(torch.equal(before[name].float(), files[name]) for name in files)
+    learner.train_step(batch(episodes(family)))
+    after = tensors(learner)
+    tower = {name for name in before if TOWERS[family].strip("*.") in name}
+    assert tower
+    assert all(torch.equal(before[name], after[name]) for name in tower)
+    assert any(not torch.equal(before[name], after[name]) for name in before.keys() - tower)
+
+
+def sharded_rank() -> int:
+    """Be one of two ranks, which take the steps of each case."""
+    path, number = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), 2), rank=number, world_size=2)
+    results = {}
+    for case, (family, options, batches) in pickle.loads((path / "cases").read_bytes()).items():
+        config = LearnerConfig(precision="float32", device="cpu", threads=1, **options)
+        rank = FsdpRank(RankOptions(path / family, config, make_algo(), torch.device("cpu"), seed=0))
+        for index, whole in enumerate(batches):
+            own = batch_of_share(whole, number // config.context_parallel)
+            by_name: dict[str, torch.Tensor] = {}
+
+            def keep(lr_scale: float, into=by_name, rank=rank) -> dict[str, float]:
+                for name, parameter in rank.model.hf.named_parameters():
+                    if parameter.grad is not None:
+                        into[name] = parameter.grad.full_tensor().clone()
+                return {}
+
+            rank._update = keep
+            rank.train_step(own)
+            results[case, index] = by_name, rank.logprobs(own)
+    (path / f"results{number}").write_bytes(pickle.dumps(results))
+    dist.destroy_process_group()
+    return 0
+
+
+def test_two_ranks_of_which_one_has_pictures_have_the_gradient_of_one_rank(tmp_path, opened):
+    cases = {}
+    for family in ("qwen3-vl", "smolvlm"):
+        (tmp_path / family).symlink_to(folder(family))
+        rows = episodes(family)
+        steps = [[rows[0], rows[4]], [rows[4], replace(rows[4], key=RowKey("p", "f"))]]
+        cases[family] = family, {}, [batch(step, tokens=8, ranks=2) for step in steps]
+        assert [[bool(m.images) for m in ms] for ms in cases[family][2][0].micro] == [[True], [False]]
+    cases["frozen"] = "qwen3-vl", {"freeze": [TOWERS["qwen3-vl"]]}, cases["qwen3-vl"][2][:1]
+    whole_rows = [batch(episodes("qwen3-vl"), share_prefixes=share) for share in (False, True)]
+    cases["context"] = "qwen3-vl", {"context_parallel": 2}, whole_rows
+    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
+    run_ranks(f"{__name__}:sharded_rank", tmp_path, 2, timeout_s=180)
+    first, second = (pickle.loads((tmp_path / f"results{number}").read_bytes()) for number in range(2))
+    for case, (family, options, batches) in cases.items():
+        learner = opened.open(folder=folder(family), freeze=options.get("freeze", []))
+        for index, whole in enumerate(batches):
+            joined = replace(whole, micro=(tuple(micro for micros in whole.micro for micro in micros),))
+            expected_scores = learner.logprobs(joined)
+            (actual, scores), (_, other_scores) = first[case, index], second[case, index]
+            scores |= other_scores
+            assert scores.keys() == expected_scores.keys()
+            for key, row_scores in scores.items():
+                np.testing.assert_allclose(row_scores, expected_scores[key], atol=1e-5)
+            expected = gradients_of_trained(learner, joined)
+            assert actual.keys() == expected.keys()
+            for name, gradient in expected.items():
+                torch.testing.assert_close(actual[name], gradient, atol=2e-5, rtol=1e-3)
+
+
+def gradients_of_trained(learner, whole: GlobalBatch) -> dict[str, torch.Tensor]:
+    """Return the gradients of a batch by weight, of those that have one."""
+    by_name: dict[str, torch.Tensor] = {}
+
+    def keep(lr_scale: float) -> dict[str, float]:
+        for name, parameter in learner.rank.model.hf.named_parameters():
+            if parameter.grad is not None:
+                by_name[name] = parameter.grad.clone()
+        return {}
+
+    learner.rank._update = keep
+    learner.train_step(whole)
+    return by_name
+
+
+def test_images_for_a_model_that_reads_none_are_refused(model, opened):
+    made = make_rows((20,))[0]
+    made = replace(made, images=(ImageSpan(1, 2, picture(0).digest),))
+    learner = opened.open(folder=model)
+    with pytest.raises(LearnerError, match=r"reads none; set model.path to a vision-language model"):
+        learner.logprobs(batch([made]))
+
+
+def test_adapters_are_of_the_text_part_alone(opened):
+    learner = opened.open(folder=folder("qwen3-vl"), lora={"rank": 2, "alpha": 4})
+    before = tensors(learner)
+    names = [name for name, parameter in learner.rank.model.hf.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all(".language_model." in name for name in names)
+    learner.train_step(batch(episodes("qwen3-vl")))
+    after = tensors(learner)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if ".language_model.layers." in name and name.endswith("_proj.weight")
+    }
+    with pytest.raises(ConfigError, match="matches no linear layer"):
+        opened.open(folder=folder("qwen3-vl"), lora={"rank": 2, "alpha": 4, "target": ["*.visual.*"]})
