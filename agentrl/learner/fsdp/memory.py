@@ -132,9 +132,9 @@ def _tower_bytes(hf: Any, options: MemoryOptions) -> tuple[int, int]:
         return 0, 0
     vision = hf.config.vision_config
     # The merger joins neighbouring patches to a token; of tiles it is the connector's factor.
-    merge = int(getattr(vision, "spatial_merge_size", None) or getattr(hf.config, "scale_factor", 1))
+    merge = int(getattr(vision, "spatial_merge_size", 0) or getattr(hf.config, "scale_factor", 1))
     patches, hidden = options.tokens * merge**2, int(vision.hidden_size)
-    heads = int(getattr(vision, "num_heads", None) or vision.num_attention_heads)
+    heads = int(getattr(vision, "num_heads", 0) or vision.num_attention_heads)
     products = [(m.in_features, m.out_features) for m in blocks[0].modules() if isinstance(m, nn.Linear)]
     results, inputs = (sum(sizes) for sizes in zip(*((out, size) for size, out in products), strict=True))
     widths = _Widths(hidden, heads, hidden, results - hidden, inputs, 2 * hidden, max(out for _, out in products))

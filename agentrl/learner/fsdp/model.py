@@ -162,14 +162,14 @@ class PackedModel(nn.Module):
             return inputs, before_N
         assert not isinstance(inputs.packed, DividedRows)
         token_slice = self.context.token_slice(inputs.token_ids_R_L.shape[1])
-        part = replace(
+        local_inputs = replace(
             inputs,
             token_ids_R_L=inputs.token_ids_R_L[:, token_slice],
             rotary_R_L=inputs.rotary_R_L[..., token_slice],
             packed=DividedRows(inputs.packed, self.context),
             images=None if inputs.images is None else inputs.images.slice(token_slice),
         )
-        return part, before_N - token_slice.start
+        return local_inputs, before_N - token_slice.start
 
     def _score_tree(
         self,

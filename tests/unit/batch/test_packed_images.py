@@ -55,7 +55,7 @@ def test_packing_loses_no_image_and_shifts_its_tokens_with_their_row(pieces, ran
     texts = ["o" + "".join(parts) + "s" for parts in pieces]
     rows, batch = packed(texts, data_parallel_size=ranks, share_prefixes=share, tokens_per_micro=tokens)
     check_provenance(batch)
-    found = {}
+    spans_by_row = {}
     for micro in (micro for micros in batch.micro for micro in micros):
         for placed in micro.images:
             place = slice(placed.span.start, placed.span.end)
@@ -63,10 +63,10 @@ def test_packing_loses_no_image_and_shifts_its_tokens_with_their_row(pieces, ran
             assert (micro.token_ids_L[place] == IMAGE).all()
             [number] = {*micro.row_L[place].tolist()}
             in_row = replace(placed.span, start=int(micro.position_ids_L[place.start]))
-            found.setdefault(micro.keys[number], []).append(in_row)
+            spans_by_row.setdefault(micro.keys[number], []).append(in_row)
         assert [placed.span.start for placed in micro.images] == sorted(p.span.start for p in micro.images)
         assert not (micro.mask_L & micro.image_mask_L).any()
-    assert found == {made.key: [*made.images] for made in rows if made.images}
+    assert spans_by_row == {made.key: [*made.images] for made in rows if made.images}
     for at_once in zip(*batch.micro, strict=True):
         assert {micro.needs_vision for micro in at_once} == {any(micro.images for micro in at_once)}
 

@@ -232,7 +232,7 @@ def sharded_rank() -> int:
         config = LearnerConfig(precision="float32", device="cpu", threads=1, **options)
         rank = FsdpRank(RankOptions(path / family, config, make_algo(), torch.device("cpu"), seed=0))
         for index, whole in enumerate(batches):
-            own = batch_of_share(whole, number // config.context_parallel)
+            rank_batch = batch_of_share(whole, number // config.context_parallel)
             by_name: dict[str, torch.Tensor] = {}
 
             def keep(lr_scale: float, into=by_name, rank=rank) -> dict[str, float]:
@@ -242,8 +242,8 @@ def sharded_rank() -> int:
                 return {}
 
             rank._update = keep
-            rank.train_step(own)
-            results[case, index] = by_name, rank.logprobs(own)
+            rank.train_step(rank_batch)
+            results[case, index] = by_name, rank.logprobs(rank_batch)
     (path / f"results{number}").write_bytes(pickle.dumps(results))
     dist.destroy_process_group()
     return 0
