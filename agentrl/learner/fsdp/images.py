@@ -131,7 +131,7 @@ class ImageInputs:
                 raise LearnerError(f"row {micro.keys[row]}: {error}") from error
         return torch.from_numpy(rotary)
 
-    def embed(
+    def insert_features(
         self, token_ids_R_L: torch.Tensor, images: ImageTokens
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Compute the features of images, in the dtype of autocast, and put them in the place of the embeddings of their tokens.

@@ -224,7 +224,9 @@ class PackedModel(nn.Module):
             options["input_ids"] = token_ids_R_L
         else:
             assert self.images is not None
-            options["inputs_embeds"], takes_features, layer_features = self.images.embed(token_ids_R_L, inputs.images)
+            options["inputs_embeds"], takes_features, layer_features = self.images.insert_features(
+                token_ids_R_L, inputs.images
+            )
             if layer_features:
                 options |= {"visual_pos_masks": takes_features, "deepstack_visual_embeds": layer_features}
         hidden: torch.Tensor = self.body(**options).last_hidden_state
