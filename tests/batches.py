@@ -10,7 +10,7 @@ import numpy as np
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.microbatch import GlobalBatch, Kind
-from agentrl.batch.packing import NO_IMAGES, PackOptions, RowSignals, StepPart, pack
+from agentrl.batch.packing import PackOptions, RowSignals, StepPart, pack
 from agentrl.batch.sequences import RowValues
 from agentrl.config.schema import Config
 from agentrl.core.images import Image
@@ -48,18 +48,19 @@ def pack_rows(
     correction: Mapping[RowKey, Any] | None = None,
     values: Mapping[RowKey, Any] | None = None,
     returns: Mapping[RowKey, Any] | None = None,
-    images: Mapping[str, Image] = NO_IMAGES,
+    images: Mapping[str, Image] | None = None,
     **options: Any,
 ) -> GlobalBatch:
     """Return rows as `pack` does; ``options`` are fields of `PackOptions`, advantages may be by ``rollout_id``."""
-    signals = RowSignals(values_by_row(rows, advantages), learner_logprobs, correction, values, returns)
+    signals = RowSignals(
+        values_by_row(rows, advantages), learner_logprobs, correction, values, returns, images=images or {}
+    )
     step_part = StepPart(units, completes, gradient_scale)
     packing = PackOptions(**options)
     return pack(
         rows,
         packing,
         signals,
-        images=images,
         kind=kind,
         policy=policy,
         trained=trained,

@@ -15,7 +15,6 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -150,6 +149,8 @@ class RowSignals:
     """What the critic learns to predict."""
     weights: RowValues | None = None
     """What the loss of each token is multiplied by (``batch.convert``); None is ones."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Images of the rows, by digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,6 @@ class StepPart:
 
 WHOLE_STEP = StepPart()
 NO_SIGNALS = RowSignals()
-NO_IMAGES: Mapping[str, Image] = MappingProxyType({})
 
 
 def pack(
@@ -174,7 +174,6 @@ def pack(
     options: PackOptions,
     signals: RowSignals = NO_SIGNALS,
     *,
-    images: Mapping[str, Image] = NO_IMAGES,
     kind: Kind = "rl",
     policy: str = "main",
     trained: Collection[str] | None = None,
@@ -187,7 +186,6 @@ def pack(
         rows: of all rollouts of the optimizer step; their order does not matter.
         options: of the run.
         signals: of the rows.
-        images: of the rows, by digest.
         kind: ``sft`` may train on demonstrated and, with ``context_weight``, observed tokens.
         policy: which of several policies the rows are of.
         trained: ids of the rollouts to train on; rows of others only count in the denominators. None: all.
@@ -234,7 +232,6 @@ def pack(
             options,
             signals,
             sequences,
-            images,
             replays_support=replays_support,
         )
         for division in divisions
@@ -307,7 +304,6 @@ def _micro_batch(
     options: PackOptions,
     signals: RowSignals,
     sequences: _SequenceNumbers,
-    images: Mapping[str, Image],
     *,
     replays_support: bool,
 ) -> MicroBatch:
@@ -367,7 +363,7 @@ def _micro_batch(
         experts_L=packed_experts([weighted.row.experts for weighted in rows], slices, length),
         support=packed_support([weighted.row for weighted in rows], length) if replays_support else None,
         images=tuple(
-            PlacedImage(replace(span, start=tokens.start + span.start), images[span.digest])
+            PlacedImage(replace(span, start=tokens.start + span.start), signals.images[span.digest])
             for tokens, weighted in zip(slices, rows, strict=True)
             for span in weighted.row.images
         ),

@@ -44,15 +44,16 @@ def decoder_layers(hf: Any) -> list[nn.Module]:
     return layers
 
 
-def vision_tower(hf: Any) -> PreTrainedModel | None:
+def vision_tower(hf: PreTrainedModel) -> PreTrainedModel | None:
     """Return the vision tower of a model of transformers; None if it reads no images."""
     if not hasattr(hf.config, "vision_config") or not hasattr(hf.base_model, "get_image_features"):
         return None
-    tower: PreTrainedModel = hf.get_encoder("image")
+    model: Any = hf
+    tower: PreTrainedModel = model.get_encoder("image")
     return tower
 
 
-def vision_blocks(hf: Any) -> list[nn.Module]:
+def vision_blocks(hf: PreTrainedModel) -> list[nn.Module]:
     """Return the transformer blocks of a model's vision tower; an empty list if it has none."""
     tower = vision_tower(hf)
     lists = [] if tower is None else [module for module in tower.modules() if isinstance(module, nn.ModuleList)]

@@ -15,7 +15,7 @@ from agentrl.algo.registry import needs_critic
 from agentrl.batch.groups import RolloutGroups, groups_by_policy, groups_by_source
 from agentrl.batch.lr_schedule import lr_scale
 from agentrl.batch.microbatch import Truncation
-from agentrl.batch.packing import PackOptions, pack
+from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.batch.sequences import RowValues, group_sequences
 from agentrl.config.algo import AlgoConfig, CorrectionConfig
 from agentrl.config.learner import OptimizerConfig
@@ -208,7 +208,7 @@ def score_rollouts(
     reference_logprobs: dict[RowKey, NDArray[np.float32]] = {}
     if settings.needs_learner_logprobs or settings.needs_reference_logprobs:
         for policy, policy_groups in groups_by_policy(groups).items():
-            batch = pack(policy_groups.rows, settings.packing, images=policy_groups.images, policy=policy)
+            batch = pack(policy_groups.rows, settings.packing, RowSignals(images=policy_groups.images), policy=policy)
             if settings.needs_learner_logprobs:
                 learner_logprobs |= learner.logprobs(batch)
             if settings.needs_reference_logprobs:
@@ -225,4 +225,4 @@ def _critic_values(settings: StepSettings, groups: RolloutGroups, critic: Critic
         if needs_critic(settings.algo_by_source[source])
         for row in source_groups.rows
     ]
-    return critic.values(pack(rows, settings.packing, images=groups.images)) if rows else {}
+    return critic.values(pack(rows, settings.packing, RowSignals(images=groups.images))) if rows else {}

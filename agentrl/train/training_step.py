@@ -186,6 +186,7 @@ class TrainingStep:
             learner_logprobs=self.scores.learner or None,
             correction=self.scores.correction(self.settings.algo.correction, self.groups),
             weights=None if self.converted is None else self.converted.weights,
+            images=self.groups.images,
         )
 
     def policy_batch(
@@ -203,7 +204,6 @@ class TrainingStep:
             [row for row in self.groups.rows if row.key.rollout_id in counted],
             self.settings.packing,
             self.signals,
-            images=self.groups.images,
             policy=optimizer_step.policy,
             trained=optimizer_step.trained,
             step_part=step_part,
@@ -225,7 +225,9 @@ class TrainingStep:
         Rollouts without an advantage are trained on too.
         """
         weights = None if self.converted is None else self.converted.weights
-        signals = RowSignals(values=self.scores.values, returns=self.returns, weights=weights)
+        signals = RowSignals(
+            values=self.scores.values, returns=self.returns, weights=weights, images=self.groups.images
+        )
         rows_by_step = [
             [row for row in self.rows(rollout_ids) if row.key in self.returns]
             for rollout_ids in self._split(self.groups)
@@ -236,7 +238,6 @@ class TrainingStep:
                 rows,
                 self.settings.packing,
                 signals,
-                images=self.groups.images,
                 kind="value",
                 lr_scale=self.settings.critic_lr_scale(self.step, index, self.progress),
             )

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import nn
+from transformers import PreTrainedModel
 
 from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.core.errors import LearnerError
@@ -69,8 +69,8 @@ class ImageInputs:
         key: configuration key of the folder, for messages.
     """
 
-    def __init__(self, hf: Any, folder: Path, positions: ImagePositions, key: str) -> None:
-        self._hf = hf
+    def __init__(self, hf: PreTrainedModel, folder: Path, positions: ImagePositions, key: str) -> None:
+        self._hf: Any = hf
         self._folder = folder
         self._positions = positions
         self._key = key
@@ -179,7 +179,7 @@ class ImageInputs:
         return {"pixel_values": torch.zeros(merge**2, patch), _GRID: torch.tensor([[1, merge, merge]])}
 
 
-def image_inputs(hf: nn.Module, folder: Path, key: str) -> ImageInputs | None:
+def image_inputs(hf: PreTrainedModel, folder: Path, key: str) -> ImageInputs | None:
     """Return the image inputs of a model; None if it has no vision tower.
 
     Raises:

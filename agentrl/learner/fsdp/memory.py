@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
@@ -122,7 +123,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
 
 
-def _tower_bytes(hf: Any, options: MemoryOptions) -> tuple[int, int]:
+def _tower_bytes(hf: PreTrainedModel, options: MemoryOptions) -> tuple[int, int]:
     """Return the activations of the vision tower, as if all tokens stood for images, and those of a block's backward pass.
 
     A frozen tower keeps none. What it computes is computed before layers of the text model, and is less than these.
@@ -130,7 +131,7 @@ def _tower_bytes(hf: Any, options: MemoryOptions) -> tuple[int, int]:
     blocks = [block for block in vision_blocks(hf) if _trained_count(block)]
     if not blocks:
         return 0, 0
-    vision = hf.config.vision_config
+    vision: Any = hf.config.vision_config
     # The merger joins neighbouring patches to a token; of tiles it is the connector's factor.
     merge = int(getattr(vision, "spatial_merge_size", 0) or getattr(hf.config, "scale_factor", 1))
     patches, hidden = options.tokens * merge**2, int(vision.hidden_size)
