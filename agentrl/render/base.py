@@ -47,7 +47,7 @@ class Renderer(Protocol):
 
     def bridge(
         self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
-    ) -> tuple[int, ...] | Fork:
+    ) -> Prompt | Fork:
         """Return the ids to append to ``sampled_ids``: the rest of the turn's end, ``new``, and the next opener.
 
         The rest of the end is what the engine has not sampled: the end token if a stop string or the length limit ended
@@ -60,7 +60,11 @@ class Renderer(Protocol):
             tools: tools offered to the policy.
 
         Returns:
-            ids, or a `Fork` with the reason if they are not proven to be what the chat format would write.
+            ids with the images of ``new``, whose spans count from the first of these ids, or a `Fork` with the reason if they
+            are not proven to be what the chat format would write.
+
+        Raises:
+            ConversationError: an image cannot be processed, or the format has no place for it.
         """
         ...
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
 
+from agentrl.core.images import IMAGE_MARK, Image
 from agentrl.core.tool import Tool
 from agentrl.core.types import Message, Role, ToolCall, ToolResult, ToolStatus
-from agentrl.render.formats.base import Format, ReadsSampledCalls
+from agentrl.render.formats.base import Format, ReadsSampledCalls, WritesImages
 
 
 async def never_run(**_: object) -> ToolResult:
@@ -87,6 +88,8 @@ PROBE_TOOL = Tool(
     1.0,
 )
 """A tool with a unique name."""
+_PROBE_IMAGE = Image(b"GIF89a")
+"""Stands for any image in probe conversations; it is not decoded."""
 
 
 class Arrival(StrEnum):
@@ -116,6 +119,8 @@ class MessageShape:
     """Number of its calls."""
     answers: tuple[int, int] | None = None
     """In a tool message, the message and the call in it that it answers; None if it answers no call."""
+    images: int = 0
+    """Number of its images."""
 
 
 def message_shapes(messages: Sequence[Message]) -> tuple[MessageShape, ...]:
@@ -124,8 +129,9 @@ def message_shapes(messages: Sequence[Message]) -> tuple[MessageShape, ...]:
     shapes = []
     for index, message in enumerate(messages):
         answers = ids.get(message.tool_call_id) if message.tool_call_id is not None else None
-        has_content, calls = bool(message.content.strip()), len(message.tool_calls)
-        shapes.append(MessageShape(message.role, bool(message.token_ids), has_content, calls, answers))
+        text = message.content.replace(IMAGE_MARK, "") if message.images else message.content
+        has_content, calls, images = bool(text.strip()), len(message.tool_calls), len(message.images)
+        shapes.append(MessageShape(message.role, bool(message.token_ids), has_content, calls, answers, images))
         ids |= {call.id: (index, number) for number, call in enumerate(message.tool_calls)}
     return tuple(shapes)
 
@@ -135,10 +141,12 @@ class ArrivalProof:
 
     Args:
         format: the chat format.
+        placeholder: returns what the format writes for an image; it is called for conversations with images.
     """
 
-    def __init__(self, format: Format) -> None:
+    def __init__(self, format: Format, placeholder: Callable[[], str] | None = None) -> None:
         self._format = format
+        self._placeholder = placeholder
         self.lost = lru_cache(maxsize=4096)(self._lost)
         """``lost(shapes, tools)`` returns what the format leaves out of the prompt, in words; ``tools`` is whether tools
         are offered. ValueError if the format refuses such a conversation."""
@@ -162,7 +170,25 @@ class ArrivalProof:
             for kind, text_of_probe in _texts(shape, probe)
             if text_of_probe not in text
         )
-        return tuple(lost)
+        return (*lost, *self._lost_images(shapes, probes, text, tools))
+
+    def _lost_images(
+        self, shapes: Sequence[MessageShape], probes: Sequence[Message], text: str, tools: bool
+    ) -> Iterator[str]:
+        """Iterate over the images that the format leaves out: without them its text has as many placeholders."""
+        for index, shape in enumerate(shapes):
+            if not shape.images:
+                continue
+            written = 0
+            if self._placeholder is not None and isinstance(self._format, WritesImages):
+                placeholder = self._placeholder()
+                imageless = _probe(replace(shape, images=0), index)
+                texts_only = self._format.text(
+                    (*probes[:index], imageless, *probes[index + 1 :]), (PROBE_TOOL,) if tools else ()
+                )
+                written = text.count(placeholder) - texts_only.count(placeholder)
+            if written != shape.images:
+                yield f"{shape.images - written} of {shape.images} images of message {index + 1} ({shape.role})"
 
 
 def _probe(shape: MessageShape, index: int) -> Message:
@@ -171,15 +197,22 @@ def _probe(shape: MessageShape, index: int) -> Message:
         for number in range(shape.calls)
     )
     answers = f"zq{shape.answers[0]:03}c{shape.answers[1]:03}" if shape.answers else "zq0000000"
-    content = f"zq{index}x" if shape.content else ""
+    content = (f"zq{index}x" if shape.content else "") + shape.images * IMAGE_MARK
     call_id = answers if shape.role == "tool" else None
-    return Message(shape.role, content, calls, call_id, token_ids=(0,) if shape.sampled else ())
+    return Message(
+        shape.role,
+        content,
+        calls,
+        call_id,
+        token_ids=(0,) if shape.sampled else (),
+        images=shape.images * (_PROBE_IMAGE,),
+    )
 
 
 def _texts(shape: MessageShape, probe: Message) -> Iterator[tuple[str, str]]:
     """Iterate over the texts that must arrive; the calls of a sampled turn are in its content."""
-    if probe.content:
-        yield "content", probe.content
+    if shape.content:
+        yield "content", probe.content.replace(IMAGE_MARK, "") if shape.images else probe.content
     for call in () if shape.sampled else probe.tool_calls:
         yield "tool call", str(call.arguments["zqargument"])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConfigError
+from agentrl.models.image_processor import ImageProcessor, has_image_processor, load_image_processor
 from agentrl.models.load import load_tokenizer, read_end_ids
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.chatml import ChatMl, Qwen25
@@ -53,11 +55,18 @@ def load_renderer(folder: Path, config: RenderConfig | None = None, *, trust_rem
         ConfigError, MissingError: see `make_renderer`.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    return make_renderer(tokenizer, config, read_end_ids(folder))
+    load_images = partial(load_image_processor, folder, trust_remote_code=trust_remote_code)
+    return make_renderer(
+        tokenizer, config, read_end_ids(folder), load_images=load_images if has_image_processor(folder) else None
+    )
 
 
 def make_renderer(
-    tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None, end_ids: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    config: RenderConfig | None = None,
+    end_ids: Sequence[int] = (),
+    *,
+    load_images: Callable[[], ImageProcessor] | None = None,
 ) -> ChatRenderer:
     """Return the renderer of a tokenizer.
 
@@ -65,6 +74,8 @@ def make_renderer(
         tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
         end_ids: the model's own end tokens (`agentrl.models.load.read_end_ids`).
+        load_images: loads the model's image processor; None if it reads text only. With one, ``render.format=auto`` is the
+            chat template, which has the places of images.
 
     Raises:
         ConfigError: ``render.chat_template`` cannot be read, or ``render.tool_preamble`` does not know the format of calls.
@@ -76,6 +87,8 @@ def make_renderer(
     if config.chat_template is not None:
         tokenizer.chat_template = _read(config.chat_template)
     parser = None if config.tool_parser == "auto" else PARSERS[config.tool_parser]()
+    if load_images is not None and config.format == "auto":
+        config = config.model_copy(update={"format": "template"})
     format = choose_format(tokenizer, config)
     preamble = make_preamble(parser or format.parser) if config.tool_preamble else None
     return ChatRenderer(
@@ -85,6 +98,7 @@ def make_renderer(
         end_ids=end_ids,
         escape_added_tokens=config.escape_added_tokens,
         tool_preamble=preamble,
+        load_images=load_images,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -15,11 +16,13 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from typing_extensions import override
 
 from agentrl.core.errors import ConversationError, ModelError
+from agentrl.core.images import IMAGE_MARK, ImageSpan, PlacedImage
 from agentrl.core.tool import Tool, validate_call
 from agentrl.core.types import THINK, Fork, ForkReason, Message, Prompt, ToolCall
+from agentrl.models.image_processor import ImageProcessor
 from agentrl.models.token_text import byte_level
 from agentrl.render.base import Renderer
-from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, split_thinking
+from agentrl.render.formats.base import Format, InterchangeableEnds, ReadsSampledCalls, WritesImages, split_thinking
 from agentrl.render.parsers.base import (
     CallParser,
     OwnText,
@@ -54,6 +57,7 @@ class ChatRenderer(Renderer):
         end_ids: the model's own end tokens, at which engines stop too.
         escape_added_tokens: see ``render.escape_added_tokens``.
         tool_preamble: describes tools in the system message, in place of the format (``render.tool_preamble``).
+        load_images: loads the image processor of the model, at the first image; None if the model reads text only.
 
     Raises:
         ModelError: the tokenizer lacks the token that ends the format's turns, or one of ``end_ids`` is ordinary text in it.
@@ -68,8 +72,10 @@ class ChatRenderer(Renderer):
         end_ids: Sequence[int] = (),
         escape_added_tokens: bool = False,
         tool_preamble: Preamble | None = None,
+        load_images: Callable[[], ImageProcessor] | None = None,
     ) -> None:
         self.format = format
+        self._load_images = load_images
         self.tool_preamble = tool_preamble
         """Describes tools in the system message; None: the format does."""
         self._tokenizer = tokenizer
@@ -81,7 +87,7 @@ class ChatRenderer(Renderer):
         closings = format.closings if isinstance(format, InterchangeableEnds) else ()
         self._closing_ids = {self._encoder.special_ids[text] for text in closings if text in self._encoder.special_ids}
         self._prepare_parser(parser or format.parser)
-        self.arrival = ArrivalProof(format)
+        self.arrival = ArrivalProof(format, None if load_images is None else lambda: self.images.placeholder)
         """What arrives in the prompt."""
 
     def with_parser(self, parser: CallParser) -> ChatRenderer:
@@ -98,6 +104,31 @@ class ChatRenderer(Renderer):
         self._markers = (*self._thought_marks, *parser.markers)
         self._marker_ids = self._find_markers()
         self._text_markers = tuple(marker for marker in self._markers if marker not in self._marker_ids.values())
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether messages may have images: the model has an image processor, and the chat format has a place for them."""
+        return self._load_images is not None and isinstance(self.format, WritesImages)
+
+    @cached_property
+    def images(self) -> ImageProcessor:
+        """The image processor of the model.
+
+        Raises:
+            ConversationError: it has none, or the chat format has no place for images.
+            ModelError, MissingError: see `agentrl.models.image_processor.load_image_processor`.
+        """
+        if self._load_images is None:
+            raise ConversationError(
+                f"a message has images, but the model of the {self._where} reads text only; set model.path to a "
+                "vision-language model"
+            )
+        if not isinstance(self.format, WritesImages):
+            raise ConversationError(
+                f"a message has images, which the chat format render.format={self.format.name} does not write; set "
+                "render.format=template"
+            )
+        return self._load_images()
 
     @property
     @override
@@ -128,7 +159,34 @@ class ChatRenderer(Renderer):
             text = self.format.text(complete, self._escape_tools(tools))
         self._require_arrival(complete, tools)
         ids = self._encoder.template(text)
-        return Prompt(ids + self._encoder.template(merged[-1].content) if still_open else ids)
+        if still_open:
+            ids += self._encoder.template(merged[-1].content)
+        return self._place_images(ids, merged)
+
+    def _place_images(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Prompt:
+        """Return ids with the placeholder of each image of ``messages`` replaced by the image's ids.
+
+        Raises:
+            ConversationError: there are not as many placeholders as images, or an image cannot be processed.
+        """
+        images = [image for message in messages for image in message.images]
+        if not images:
+            return Prompt(ids)
+        placeholder = self.images.placeholder_id
+        if ids.count(placeholder) != len(images):
+            raise ConversationError(
+                f"the chat format {self.format.name} of the {self._where} writes {ids.count(placeholder)} of "
+                f"{self.images.placeholder!r} for {len(images)} images"
+            )
+        expanded, placed, start = list[int](), list[PlacedImage](), 0
+        for image in images:
+            at = ids.index(placeholder, start)
+            expanded += ids[start:at]
+            image_ids = self.images.expand(image)
+            placed.append(PlacedImage(ImageSpan(len(expanded), len(image_ids), image.digest), image))
+            expanded += image_ids
+            start = at + 1
+        return Prompt((*expanded, *ids[start:]), tuple(placed))
 
     def write_turn(
         self, history: Sequence[Message], message: Message, new: Sequence[Message] = (), tools: Sequence[Tool] = ()
@@ -176,6 +234,8 @@ class ChatRenderer(Renderer):
             ) from error
 
     def _require_arrival(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        if any(message.images for message in messages):
+            _ = self.images  # refuses models without
         try:
             lost = self.arrival.lost(message_shapes(messages), bool(tools))
         except ValueError as error:
@@ -190,12 +250,15 @@ class ChatRenderer(Renderer):
     @override
     def bridge(
         self, history: Sequence[Message], sampled_ids: Sequence[int], new: Sequence[Message], tools: Sequence[Tool] = ()
-    ) -> tuple[int, ...] | Fork:
+    ) -> Prompt | Fork:
         inline = tuple(takewhile(lambda message: message.inline, new))
+        self._refuse_inline_images(inline)
         added = tuple(index for message in inline for index in self._encoder.content(message.content))
         messages = tuple(new[len(inline) :])
         if not messages:
-            return added
+            return Prompt(added)
+        if any(message.images for message in messages):
+            self._require_arrival((Message("user", "?"), history[-1], *messages), tools)
         if any(message.inline for message in messages):
             return Fork(ForkReason.TEMPLATE, "inline messages follow other new messages")
         if self.tool_preamble is not None and not history[0].inline:
@@ -208,8 +271,16 @@ class ChatRenderer(Renderer):
             return boundary
         ids = self._encoder.template(boundary)
         if not sampled_ids or inline or sampled_ids[-1] not in self._end_ids:
-            return added + ids
-        return self._after_end(sampled_ids[-1], ids)
+            return self._place_images(added + ids, messages)
+        following = self._after_end(sampled_ids[-1], ids)
+        return following if isinstance(following, Fork) else self._place_images(following, messages)
+
+    def _refuse_inline_images(self, messages: Sequence[Message]) -> None:
+        if any(message.images for message in messages):
+            raise ConversationError(
+                "an inline message or raw prompt has images: only the chat template says how images are written; send them in "
+                "messages that are not inline, and set data.apply_chat_template=true"
+            )
 
     @override
     def parse(
@@ -319,6 +390,7 @@ class ChatRenderer(Renderer):
 
     def _raw(self, messages: Sequence[Message]) -> Prompt:
         """Return a raw prompt with the assistant and inline messages that continue its text."""
+        self._refuse_inline_images(messages)
         first, *continuation = messages
         turns = [message.role for message in continuation if not message.inline and message.role != "assistant"]
         if turns:
@@ -342,18 +414,29 @@ class ChatRenderer(Renderer):
         return joined
 
     def _escape_messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return _merge_inline([self._escape_message(message) for message in self._join_cut_turns(messages)])
+        with_images = any(message.images for message in messages)
+        return _merge_inline([self._escape_message(message, with_images) for message in self._join_cut_turns(messages)])
 
-    def _escape_message(self, message: Message) -> Message:
-        """Return a message with special-token text escaped, except for special tokens that the policy sampled."""
+    def _escape_message(self, message: Message, with_images: bool = False) -> Message:
+        """Return a message with special-token text escaped, except for special tokens that the policy sampled.
+
+        In a conversation with images, placeholders that it sampled are escaped too: no image belongs to them.
+        """
         escape = self._encoder.escape
         if message.token_ids:  # the content has the calls verbatim
             calls = self._escape_calls(message) if isinstance(self.format, ReadsSampledCalls) else ()
-            return replace(message, content=self._escape_sample(message), tool_calls=calls)
+            escaped_ids = {self.images.placeholder_id, *self.images.pad_ids} if with_images else set[int]()
+            return replace(message, content=self._escape_sample(message, escaped_ids), tool_calls=calls)
         calls = self._escape_calls(message)
         call_id = None if message.tool_call_id is None else escape(message.tool_call_id)
-        content = self._encoder.escape(message.content, special_only=message.role == "assistant")
+        content = self._escape_content(message)
         return replace(message, content=content, tool_calls=calls, tool_call_id=call_id)
+
+    def _escape_content(self, message: Message) -> str:
+        """Return the content of a message that was not sampled, escaped except for the marks of its images."""
+        texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
+        special_only = message.role == "assistant"
+        return IMAGE_MARK.join(self._encoder.escape(text, special_only=special_only) for text in texts)
 
     def _escape_calls(self, message: Message) -> tuple[ToolCall, ...]:
         escape, json = self._encoder.escape, self._encoder.escape_json
@@ -362,9 +445,12 @@ class ChatRenderer(Renderer):
             for call in message.tool_calls
         )
 
-    def _escape_sample(self, message: Message) -> str:
-        """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token."""
-        special = set(self._encoder.special_ids.values())
+    def _escape_sample(self, message: Message, escaped_ids: Set[int]) -> str:
+        """Return a sampled message's text, with special-token text escaped unless it was sampled as a special token.
+
+        Tokens of ``escaped_ids`` are escaped even then.
+        """
+        special = set(self._encoder.special_ids.values()) - escaped_ids
         runs = groupby(message.token_ids, special.__contains__)
         texts = [(self.decode(tuple(run)), is_special) for is_special, run in runs]
         return "".join(text if is_special else self._encoder.escape(text) for text, is_special in texts)
@@ -434,8 +520,13 @@ def _merge_inline(messages: Sequence[Message]) -> Sequence[Message]:
         continues = message.role == "assistant" and index > 0 and messages[index - 1].inline
         if (message.inline or continues) and merged and merged[-1].role == "assistant":
             previous, calls = merged[-1], message.tool_calls
-            content, token_ids = previous.content + message.content, previous.token_ids + message.token_ids
-            merged[-1] = replace(previous, content=content, tool_calls=previous.tool_calls + calls, token_ids=token_ids)
+            merged[-1] = replace(
+                previous,
+                content=previous.content + message.content,
+                tool_calls=previous.tool_calls + calls,
+                token_ids=previous.token_ids + message.token_ids,
+                images=previous.images + message.images,
+            )
         else:
             merged.append(message)
     return merged

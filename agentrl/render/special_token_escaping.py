@@ -16,6 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from agentrl.core.images import IMAGE_MARK
+
 # One character of Unicode's private use area opens an escape, another closes it. The opening one is escaped in content
 # too, so escaping is reversible.
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -43,12 +45,12 @@ class EscapingEncoder:
         """Ids of all tokens that are escaped by their text: special ones, and those that look like one, come first."""
         self.unescaped: tuple[str, ...] = () if added_tokens else tuple(other_added)
         """Added tokens that are tokens in contents too."""
-        self._escaped = (_OPEN, *self.special_ids)
+        self._escaped = (_OPEN, IMAGE_MARK, *self.special_ids)
         self._numbers = {text: number for number, text in enumerate(self._escaped)}
         self._in_content = _text_pattern(self._escaped)
-        self._special_in_content = _text_pattern((_OPEN, *special))
+        self._special_in_content = _text_pattern((_OPEN, IMAGE_MARK, *special))
         longest_first = sorted(self._escaped, key=len, reverse=True)
-        specials = [re.escape(text) for text in longest_first if text != _OPEN]
+        specials = [re.escape(text) for text in longest_first if text not in (_OPEN, IMAGE_MARK)]
         # split_special_tokens does not affect added tokens that are not special, nor tokenizers that are Python code of
         # their model's folder: such tokens are split after their first character.
         unsplit = [text for text, index in self.special_ids.items() if index in self._split(text)]

@@ -41,7 +41,7 @@ class Preamble:
         ]
         text = "\n".join(lines)
         if messages and messages[0].role == "system":
-            return (Message("system", f"{messages[0].content}\n\n{text}"), *messages[1:])
+            return (replace(messages[0], content=f"{messages[0].content}\n\n{text}"), *messages[1:])
         return (Message("system", text), *messages)
 
     def with_calls(self, message: Message) -> Message:

@@ -82,6 +82,14 @@ class ReadsSampledCalls(Protocol):
     """True."""
 
 
+@runtime_checkable
+class WritesImages(Protocol):
+    """A format that writes the placeholder of the model's processor at the marks of a message's images, in their order."""
+
+    writes_images: ClassVar[bool]
+    """True."""
+
+
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return JSON in the style of the ``tojson`` filter of chat templates."""
     return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -16,7 +16,7 @@ from agentrl.core.tool import Tool
 from agentrl.core.types import THINK, Fork, ForkReason, Message
 from agentrl.render.formats.base import Format, tool_schema
 from agentrl.render.formats.sampled_turns import SampledTurn, TurnLayout, find_layout, free_character
-from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs
+from agentrl.render.formats.template_inputs import ASK, Fields, TemplateInputs, find_inputs, texts_between_images
 from agentrl.render.parsers.base import CallParser
 from agentrl.render.parsers.registry import parser_of_template
 from agentrl.render.turn_boundary import BoundaryProbe, Reasoning, TurnKind, probe_messages
@@ -48,6 +48,7 @@ class TemplateFormat(Format):
     ends: tuple[str, ...] = ()
     opens_thinking = False
     reads_sampled_calls: ClassVar[bool] = True
+    writes_images: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -159,7 +160,9 @@ class TemplateFormat(Format):
         if kind.reasoning is Reasoning.OPEN:
             return Fork(ForkReason.THINKING, "the template closes the reasoning that the policy left open")
         changed_kinds = [turn_kind for turn_kind in turn_kinds if not self._preserves(turn_kind, roles, offered)]
-        text = None if changed_kinds else self._boundary(kind, _Key(tuple(new), tuple(tools)))
+        # Templates may number images.
+        depends = bool(changed_kinds) or any(message.images for message in (*history, *new))
+        text = None if depends else self._boundary(kind, _Key(tuple(new), tuple(tools)))
         # What holds of all conversations may not be needed of this one, such as reasoning that was left out before.
         text = text or self._boundary_here(history, kind, new, tools)
         if text is not None:
@@ -210,7 +213,8 @@ class TemplateFormat(Format):
         *earlier, _ = history
         probes = [self._kind(message).closed.message() if message.token_ids else message for message in earlier]
         text = self._probe.text_after_turn(probes, kind, new, tools)
-        return text if text is not None and all(message.content.strip() in text for message in new) else None
+        new_texts = [new_text for message in new for new_text in texts_between_images(message)]
+        return text if text is not None and all(new_text in text for new_text in new_texts) else None
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool], opener: bool) -> str:
         return self.text(messages, tools, opener=opener)

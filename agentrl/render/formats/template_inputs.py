@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl.core.images import IMAGE_MARK
 from agentrl.core.types import THINK, THINK_END, Message, ToolCall
 from agentrl.render.formats.base import split_thinking, to_json
 
@@ -66,7 +67,7 @@ class TemplateInputs:
         """Return a message with other content and calls, and with reasoning in its field if there is some."""
         fields: Fields = {
             "role": message.role,
-            "content": [{"type": "text", "text": content}] if self.parts else content,
+            "content": _content_parts(content, message) if self.parts or message.images else content,
         }
         if reasoning is not None:
             fields[self.reasoning] = reasoning
@@ -89,6 +90,23 @@ class TemplateInputs:
         else:
             head, _, answer = text.partition(self.closing)
         return (head.rpartition(self.opening)[2] if self.opening else head), answer
+
+
+def _content_parts(content: str, message: Message) -> list[dict[str, str]]:
+    """Return a content as a list of parts; texts between images that are empty are left out."""
+    if not message.images:
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(IMAGE_MARK)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def texts_between_images(message: Message) -> list[str]:
+    """Return the texts of a message around its images, without white space at their ends."""
+    texts = message.content.split(IMAGE_MARK) if message.images else [message.content]
+    return [text.strip() for text in texts]
 
 
 def find_inputs(apply: Apply) -> TemplateInputs:

@@ -244,7 +244,7 @@ class TemplateProbe:
                 return Continuation.FORK, added.reason, added.detail, ()
         except (ConversationError, ModelError) as error:
             return Continuation.REFUSE, None, str(error), ()
-        return Continuation.BRIDGE, None, "", prompt + ids + added
+        return Continuation.BRIDGE, None, "", prompt + ids + added.token_ids
 
     def _verbatim(self, turn: Turn, new: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
         """Return whether the turn, sampled with other white space, stays so in the conversation rendered again."""
