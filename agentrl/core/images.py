@@ -154,3 +154,8 @@ class PlacedImage:
     """Its tokens in the prompt."""
     image: Image
     """The image."""
+
+    def shifted(self, tokens: int) -> PlacedImage:
+        """Return it with ``tokens`` more tokens before it."""
+        span = ImageSpan(self.span.start + tokens, self.span.length, self.span.digest)
+        return PlacedImage(span, self.image)

@@ -605,7 +605,7 @@ def message_to_dict(message: Message) -> dict[str, Any]:
         }
         for call in message.tool_calls
     ]
-    return {
+    data = {
         "role": message.role,
         "content": message.content,
         "tool_calls": calls,
@@ -613,6 +613,7 @@ def message_to_dict(message: Message) -> dict[str, Any]:
         "inline": message.inline,
         "token_ids": list(message.token_ids),
     }
+    return data | ({"images": [image.data_url for image in message.images]} if message.images else {})
 
 
 def message_from_dict(data: Mapping[str, Any]) -> Message:
@@ -621,4 +622,6 @@ def message_from_dict(data: Mapping[str, Any]) -> Message:
         ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
         for call in data["tool_calls"]
     )
-    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], tuple(data["token_ids"]))
+    images = tuple(map(load_image, data.get("images", ())))
+    token_ids = tuple(data["token_ids"])
+    return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], token_ids, images)

@@ -169,6 +169,7 @@ class BaseConversation(ABC):
             messages=state.first_messages,
             tools=tuple(self.tools),
             agent=agent,
+            images=dict(state.trajectory.images),
         )
 
     @contextmanager
@@ -240,7 +241,7 @@ class Conversation(BaseConversation):
                 f"rollout.max_tokens={limits.max_tokens}"
             )
         state.messages.extend(messages)
-        state.prompt_ids, state.added = prompt.token_ids, None
+        state.prompt_ids, state.images, state.added = prompt.token_ids, prompt.images, None
         state.prompt = self._renderer.decode(prompt.token_ids)
         state.first_messages = tuple(messages)
 
@@ -267,7 +268,7 @@ class Conversation(BaseConversation):
         state = self.state
         prompt = self._renderer.render(messages, self.tools)
         state.messages = list(messages)
-        state.prompt_ids, state.added, state.fork = prompt.token_ids, None, reason
+        state.prompt_ids, state.images, state.added, state.fork = prompt.token_ids, prompt.images, None, reason
         self._generation = self._finish_reason = None
         if self.stop_reason is StopReason.MAX_TOKENS:
             self.stop_reason = None
@@ -291,14 +292,14 @@ class Conversation(BaseConversation):
             self.stop_reason = StopReason.MAX_TURNS if out_of_turns else StopReason.MAX_TOKENS
             return None
         goes_on = state.added == 0 and state.messages[-1].role == "assistant"  # nothing was said since the last turn
-        state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
+        state.trajectory.extend_to(state.prompt_ids, images=state.images, added=state.added, fork=state.fork)
         state.trajectory.temperature = context.sampling.temperature
         state.added, state.fork = 0, None
         request_id = f"{state.name}/{len(state.turns)}"
         with self._counted_turn(), waiting("sampling", request_id):
             try:
                 generation = await self._sampler.generate(
-                    Prompt(state.prompt_ids),
+                    Prompt(state.prompt_ids, state.images),
                     self._sampling_params(
                         room if max_new_tokens is None else min(room, max_new_tokens), stop, request_id
                     ),
@@ -334,11 +335,15 @@ class Conversation(BaseConversation):
             return
         added = renderer.bridge(state.messages[: len(state.messages) - len(new)], generation.token_ids, new, self.tools)
         if isinstance(added, Fork):
-            state.prompt_ids, state.added = renderer.render(state.messages, self.tools).token_ids, None
+            prompt = renderer.render(state.messages, self.tools)
+            state.prompt_ids, state.images, state.added = prompt.token_ids, prompt.images, None
             state.fork = added.reason
         else:
+            earlier_tokens = len(state.prompt_ids) + len(generation.token_ids)
+            state.images += tuple(placed.shifted(earlier_tokens) for placed in added.images)
             # The short tuples are joined first: each joining copies everything that it joins.
-            state.prompt_ids, state.added = state.prompt_ids + (generation.token_ids + added), len(added)
+            state.prompt_ids += generation.token_ids + added.token_ids
+            state.added = len(added.token_ids)
 
     @override
     async def close(self) -> None:

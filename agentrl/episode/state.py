@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.core.chat_endpoint import Usage
+from agentrl.core.images import ImageSpan, PlacedImage, load_image
 from agentrl.core.types import (
     ForkReason,
     Generation,
@@ -78,6 +79,8 @@ class EpisodeState:
     """All tokens so far, each with its provenance."""
     prompt_ids: tuple[int, ...] = ()
     """The next turn's prompt; empty before the environment was reset."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of this prompt."""
     added: int | None = None
     """Tokens at the end of ``prompt_ids`` that were appended to the trajectory's; None if the prompt was rendered again."""
     fork: ForkReason | None = None
@@ -133,10 +136,12 @@ class EpisodeState:
         state = EpisodeState(self.rollout_id, self.seed, self.attempt, self.reset_seed, counters=self.counters)
         state.trajectory = self.trajectory.branch(None if end is None else end.tip, fork)
         if end is None:
-            state.prompt_ids, state.added, state.fork = self.prompt_ids, self.added, self.fork
+            state.prompt_ids, state.images, state.added = self.prompt_ids, self.images, self.added
+            state.fork = self.fork
             state.messages = list(self.messages)
         else:
             state.prompt_ids, state.added = state.trajectory.token_ids[: end.prompt_tokens], 0
+            state.images = state.trajectory.placed_images(end.prompt_tokens)
             state.messages = end.earlier_messages
         state.prompt, state.first_messages = self.prompt, self.first_messages
         self.branches.append(state)
@@ -159,6 +164,7 @@ class EpisodeState:
             "attempt": self.attempt,
             "reset_seed": self.reset_seed,
             "prompt_ids": list(self.prompt_ids),
+            "images": [[placed.span.start, placed.span.length, placed.image.data_url] for placed in self.images],
             "added": self.added,
             "fork": self.fork and self.fork.value,
             "messages": [message_to_dict(message) for message in self.messages],
@@ -204,6 +210,7 @@ class EpisodeState:
                 cls._conversation_from_dict(branch, its_trajectory, counters) for branch, its_trajectory in branches
             ],
             prompt_ids=tuple(data["prompt_ids"]),
+            images=tuple(_placed_image(*placed) for placed in data.get("images", ())),
             added=data["added"],
             fork=ForkReason(data["fork"]) if data["fork"] else None,
             messages=[message_from_dict(message) for message in data["messages"]],
@@ -230,3 +237,8 @@ class SavedStates(Protocol):
 
     def save(self, rollout_id: str, task_id: str, state: Callable[[], dict[str, Any]]) -> None:
         """Save the state of an episode."""
+
+
+def _placed_image(start: int, length: int, url: str) -> PlacedImage:
+    image = load_image(url)
+    return PlacedImage(ImageSpan(start, length, image.digest), image)

@@ -13,7 +13,7 @@ Token layout of a row of two turns (``p`` prompt, ``a b`` sampled, ``o`` observa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from agentrl.core import experts
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
+from agentrl.core.images import Image, ImageSpan, PlacedImage, load_image
 from agentrl.core.sampling_support import SamplingSupport, concatenate_supports, decode_support, encode_support
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 
@@ -61,6 +62,8 @@ class _Node:
     """``[n, layers, K]``, as in `Row`."""
     support: SamplingSupport | None = None
     """Of the ``n`` tokens, as in `Row`."""
+    images: tuple[ImageSpan, ...] = ()
+    """Images whose tokens are here, counted from the root."""
 
     @property
     def start(self) -> int:
@@ -77,6 +80,8 @@ class _TokenGraph:
     """Sampling temperature of all its tokens."""
     children: dict[int, list[int]] = field(default_factory=dict)
     """Indices by parent."""
+    images: dict[str, Image] = field(default_factory=dict)
+    """Images of its tokens by digest."""
 
     def add(self, node: _Node) -> int:
         """Add a node and return its index."""
@@ -84,10 +89,16 @@ class _TokenGraph:
         self.children.setdefault(node.parent, []).append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
-    def walk(self, tip: int, token_ids: Sequence[int]) -> tuple[int, int]:
+    def walk(self, tip: int, token_ids: Sequence[int], images: Sequence[ImageSpan] = ()) -> tuple[int, int]:
         """Match tokens from a node on; return the node where the match ends and the number of tokens matched.
 
-        A match that ends within a node splits it.
+        A match that ends within a node splits it. The tokens of two images may be equal: a match ends before an image that
+        is not the same.
+
+        Args:
+            tip: the node.
+            token_ids: tokens that follow it.
+            images: those of these tokens, counted from the root.
         """
         if tip not in self.children:
             return tip, 0
@@ -95,7 +106,9 @@ class _TokenGraph:
         while True:
             best, common = _ROOT, 0
             for child in self.children.get(tip, ()):
-                same = _common_prefix(self.nodes[child].token_ids, new_ids[matched:])
+                node = self.nodes[child]
+                same = _common_prefix(node.token_ids, new_ids[matched:])
+                same = min(same, _first_other_image(node.images, images, node.start, node.end) - node.start)
                 if same > common:
                     best, common = child, same
             if best == _ROOT:
@@ -174,6 +187,8 @@ class _TokenGraph:
             head.experts, node.experts = node.experts[:size], node.experts[size:]
         if node.support is not None:
             head.support, node.support = node.support.slice(0, size), node.support.slice(size, len(node.support))
+        head.images = tuple(span for span in node.images if span.start < head.end)
+        node.images = node.images[len(head.images) :]
         node.parent = self.add(head)
         node.token_ids, node.logprobs, node.versions = node.token_ids[size:], node.logprobs[size:], node.versions[size:]
         self.children[node.parent] = [index]
@@ -293,7 +308,26 @@ class Trajectory:
             if generation.experts is not None:
                 self._graph.route(self._tip, generation.experts_from, generation.experts)
 
-    def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
+    def placed_images(self, tokens: int | None = None) -> tuple[PlacedImage, ...]:
+        """Return the images up to the tip, or of the first ``tokens`` tokens."""
+        spans = (span for index in self._graph.path(self._tip) for span in self._graph.nodes[index].images)
+        return tuple(
+            PlacedImage(span, self._graph.images[span.digest]) for span in spans if tokens is None or span.end <= tokens
+        )
+
+    @property
+    def images(self) -> Mapping[str, Image]:
+        """Images of the episode by digest."""
+        return self._graph.images
+
+    def extend_to(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Sequence[PlacedImage] = (),
+        added: int | None = None,
+        fork: ForkReason | None = None,
+    ) -> int:
         """Move the tip to the end of ``prompt_ids`` and return how many of these tokens the graph already had.
 
         The common prefix keeps its nodes and their provenance; the rest is added as observed. A prompt that does not
@@ -301,6 +335,7 @@ class Trajectory:
 
         Args:
             prompt_ids: the whole prompt.
+            images: all images of the prompt.
             added: if the prompt is all tokens up to the tip and new ones, the number of new ones: the others are then
                 not compared.
             fork: why the prompt was rendered again, for the rows that begin here; ``TEMPLATE`` if None.
@@ -308,12 +343,20 @@ class Trajectory:
         prompt_ids = tuple(prompt_ids)
         middle, known_tokens = len(self._before), len(self._before) + len(self._since)
         assert added is None or added + known_tokens == len(prompt_ids), "added tokens follow the tip"
-        if added is None and (prompt_ids[:middle] != self._before or prompt_ids[middle:known_tokens] != self._since):
+        spans = [placed.span for placed in images]
+        if added is None and (
+            prompt_ids[:middle] != self._before
+            or prompt_ids[middle:known_tokens] != self._since
+            or _spans_before(spans, known_tokens) != [placed.span for placed in self.placed_images()]
+        ):
             self._tip, known_tokens, self._fork = _ROOT, 0, fork or ForkReason.TEMPLATE
-        self._tip, more = self._graph.walk(self._tip, prompt_ids[known_tokens:])
+        self._tip, more = self._graph.walk(self._tip, prompt_ids[known_tokens:], spans)
         known_tokens += more
         if known_tokens < len(prompt_ids):
-            self._extend(Provenance.OBSERVED, len(prompt_ids) - known_tokens).token_ids[:] = prompt_ids[known_tokens:]
+            node = self._extend(Provenance.OBSERVED, len(prompt_ids) - known_tokens)
+            node.token_ids[:] = prompt_ids[known_tokens:]
+            node.images = tuple(span for span in spans if span.start >= known_tokens)
+            self._graph.images.update({placed.image.digest: placed.image for placed in images})
         self._before, self._since = prompt_ids, ()
         return known_tokens
 
@@ -355,7 +398,8 @@ class Trajectory:
             key = RowKey(prompt_id, rollout_id, agent_id, number)
             row = Row(key, token_ids, provenance, mask, reason, logprobs, versions, requests, tuple(request_ids),
                       tuple(turns.values()), fork, self.temperature, self._graph.experts(path),
-                      support=self._graph.support(path))  # fmt: skip
+                      support=self._graph.support(path),
+                      images=tuple(span for index in path for span in nodes[index].images))  # fmt: skip
             rows.append(row)
         return rows if trained else []
 
@@ -375,12 +419,14 @@ class Trajectory:
     def to_state(self) -> dict[str, Any]:
         """Return the graph and the tips of all conversations as JSON-able data."""
         nodes = [_node_to_dict(node) for node in self._graph.nodes]
-        return {"nodes": nodes, "temperature": self.temperature, **self._tip_to_dict()}
+        images = {digest: image.data_url for digest, image in self.images.items()}
+        return {"nodes": nodes, "temperature": self.temperature, "images": images, **self._tip_to_dict()}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
         """Return the trajectory that `to_state` wrote."""
         graph = _TokenGraph(temperature=state["temperature"])
+        graph.images = {digest: load_image(url) for digest, url in state.get("images", {}).items()}
         for node in state["nodes"]:
             graph.add(_node_from_dict(node))
         return cls._from_tip(graph, state)
@@ -451,6 +497,7 @@ def _node_to_dict(node: _Node) -> dict[str, Any]:
         "fork": node.fork and node.fork.value,
         "experts": experts.to_dict(node.experts),
         "support": encode_support(node.support),
+        "images": [[span.start, span.length, span.digest] for span in node.images],
     }
 
 
@@ -468,7 +515,21 @@ def _node_from_dict(data: dict[str, Any]) -> _Node:
         ForkReason(data["fork"]) if data["fork"] else None,
         experts.from_dict(data["experts"]),
         decode_support(data.get("support")),
+        tuple(ImageSpan(*span) for span in data.get("images", ())),
     )
+
+
+def _spans_before(spans: Iterable[ImageSpan], tokens: int) -> list[ImageSpan]:
+    """Return the spans that begin in the first ``tokens`` tokens."""
+    return [span for span in spans if span.start < tokens]
+
+
+def _first_other_image(first: Sequence[ImageSpan], second: Sequence[ImageSpan], start: int, end: int) -> int:
+    """Return where, from ``start`` to ``end``, an image begins that only one of two sequences of images has; else ``end``."""
+    if not first and not second:
+        return end
+    spans = set(first) ^ {span for span in second if start <= span.start < end}
+    return min((span.start for span in spans), default=end)
 
 
 def _common_prefix(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:

@@ -24,8 +24,11 @@ SMALL = ("agent_id", "row", "request_ids", "turns", "fork", "temperature", "crc3
 """Fields of a row besides its arrays."""
 ENDPOINT = ("endpoint", "messages", "tools")
 """Columns that only rollouts of a model at an endpoint have, stored as JSON text."""
-OPTIONAL = ("player", "filtered", *ENDPOINT)
-"""Columns that only some rollouts have: those of multi-agent episodes, of filtered groups, and of models at endpoints."""
+AS_OPTIONAL_JSON = (*ENDPOINT, "images")
+"""Columns that only some rollouts have, stored as JSON text."""
+OPTIONAL = ("player", "filtered", *AS_OPTIONAL_JSON)
+"""Columns that only some rollouts have: those of multi-agent episodes, of filtered groups, of models at endpoints, and with
+images."""
 ROW_GROUP = 512
 """Rollouts per parquet row group."""
 
@@ -111,6 +114,7 @@ def _schema() -> Any:
 
     text, number = pa.string(), pa.float64()
     turn = pa.struct([("action", text), ("observation", text), ("finish_reason", text), ("reward", number)])
+    spans = pa.list_(pa.list_(text))
     arrays = [(name, pa.list_(pa.from_numpy_dtype(kind))) for name, kind in ARRAYS.items()]
     row = pa.struct(
         [
@@ -122,6 +126,7 @@ def _schema() -> Any:
             ("temperature", number),
             ("crc32", pa.int64()),
             ("support", text),
+            ("images", spans),
             *arrays,
         ]
     )
@@ -148,7 +153,7 @@ def _schema() -> Any:
             ("tool_uses", text),
             ("sampled_tokens", pa.int64()),
             ("metadata", text),
-            *((name, text) for name in ENDPOINT),
+            *((name, text) for name in AS_OPTIONAL_JSON),
             ("player", player),
             ("number", pa.int64()),
             ("checksum", pa.int64()),
@@ -160,12 +165,12 @@ def _schema() -> Any:
 def _to_line(rollout: Rollout, number: int) -> dict[str, Any]:
     line = rollout_to_dict(rollout, number)
     line["metrics"] = list(line["metrics"].items())
-    present = [*AS_JSON, *(name for name in ENDPOINT if name in line)]
+    present = [*AS_JSON, *(name for name in AS_OPTIONAL_JSON if name in line)]
     return line | {name: json.dumps(line[name]) for name in present}
 
 
 def _from_line(line: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    present = [*AS_JSON, *(name for name in ENDPOINT if line.get(name) is not None)]
+    present = [*AS_JSON, *(name for name in AS_OPTIONAL_JSON if line.get(name) is not None)]
     line = line | {name: json.loads(line[name]) for name in present}
     return line | {"metrics": dict(line["metrics"]), "rows": rows}
 
@@ -176,7 +181,7 @@ def _read_rows(column: Any) -> list[list[dict[str, Any]]]:
     for chunk in column.chunks:
         structs = chunk.values
         names = {field.name for field in structs.type}
-        small = {name: structs.field(name).to_pylist() for name in (*SMALL, *names & {"support"})}
+        small = {name: structs.field(name).to_pylist() for name in (*SMALL, *names & {"support", "images"})}
         arrays = {name: _split(structs.field(name)) for name in ARRAYS}
         rows = [{name: values[i] for name, values in (small | arrays).items()} for i in range(len(structs))]
         bounds = chunk.offsets.to_pylist()

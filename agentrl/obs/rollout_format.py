@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from agentrl.core.images import ImageSpan, load_image
 from agentrl.core.sampling_support import decode_support, encode_support
 from agentrl.core.types import (
     EndpointRecord,
@@ -126,6 +127,7 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         **({"filtered": rollout.filtered} if rollout.filtered else {}),
         **({} if rollout.endpoint is None else _endpoint_to_dict(rollout.endpoint)),
         **({"player": player_to_dict(rollout)} if rollout.episode else {}),
+        **({"images": {key: image.data_url for key, image in rollout.images.items()}} if rollout.images else {}),
     }
 
 
@@ -155,6 +157,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         if data.get("endpoint") is None
         else EndpointRecord(messages=tuple(data["messages"]), tools=tuple(data["tools"]), **data["endpoint"]),
         **_player_from_dict(data.get("player")),
+        images={digest: load_image(url) for digest, url in (data.get("images") or {}).items()},
     )
 
 
@@ -189,6 +192,8 @@ def row_checksum(row: Row) -> int:
     for name, kind in ARRAYS.items():
         array = np.ascontiguousarray(getattr(row, name), np.dtype(kind).newbyteorder("<"))
         checksum = zlib.crc32(array.tobytes(), checksum)
+    if row.images:
+        checksum = zlib.crc32(orjson.dumps(_spans_to_lists(row.images)), checksum)
     if row.support is None:
         return checksum
     logprobs = b"" if row.support.logprobs is None else row.support.logprobs.tobytes()
@@ -221,8 +226,14 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
         "temperature": row.temperature,
         "crc32": row_checksum(row),
         **({} if row.support is None else {"support": encode_support(row.support)}),
+        **({"images": _spans_to_lists(row.images)} if row.images else {}),
         **arrays,
     }
+
+
+def _spans_to_lists(spans: Sequence[ImageSpan]) -> list[list[str]]:
+    """Return spans as lists of start, length and digest; texts, because a column of parquet has one type."""
+    return [[str(span.start), str(span.length), span.digest] for span in spans]
 
 
 def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> Row:
@@ -235,6 +246,7 @@ def _row_from_dict(prompt_id: str, rollout_id: str, data: Mapping[str, Any]) -> 
         fork=ForkReason(data["fork"]) if data["fork"] else None,
         temperature=_number(data["temperature"]),
         support=decode_support(data.get("support")),
+        images=tuple(ImageSpan(int(start), int(size), digest) for start, size, digest in data.get("images") or ()),
         **arrays,
     )
 

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
+from agentrl.core.images import PlacedImage
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import CallStatus, ForkReason, Row, StopReason, ToolCall, ToolResult
@@ -69,7 +70,7 @@ async def demonstrate(
     finally:
         await episode.tools.close()
     if reason is StopReason.MAX_TURNS:  # the row ends with the answer to the last turn
-        state.trajectory.extend_to(state.prompt_ids, added=state.added, fork=state.fork)
+        state.trajectory.extend_to(state.prompt_ids, images=state.images, added=state.added, fork=state.fork)
     [row] = state.trajectory.rows(task.id, state.rollout_id)
     return row, state.reward
 
@@ -82,7 +83,14 @@ class _Demonstration(DemonstratedTrajectory):
         self._task_id = task_id
 
     @override
-    def extend_to(self, prompt_ids: Sequence[int], *, added: int | None = None, fork: ForkReason | None = None) -> int:
+    def extend_to(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        images: Sequence[PlacedImage] = (),
+        added: int | None = None,
+        fork: ForkReason | None = None,
+    ) -> int:
         """Extend the row; a prompt that does not continue it is an error."""
         if fork is ForkReason.CONTEXT:
             raise EnvironmentFailure("the environment rewrites the conversation; one row cannot show the demonstration")
@@ -91,7 +99,7 @@ class _Demonstration(DemonstratedTrajectory):
                 f"task {self._task_id!r}: one row cannot show the demonstration: it would fork for the reason "
                 f"{fork.value!r}; agentrl template check shows what the chat template changes"
             )
-        return super().extend_to(prompt_ids, added=added)
+        return super().extend_to(prompt_ids, images=images, added=added)
 
 
 class _DemonstrationTools(ToolRunner):

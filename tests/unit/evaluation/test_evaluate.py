@@ -37,8 +37,8 @@ class Plain:
 
     def bridge(
         self, history: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any = ()
-    ) -> tuple[int, ...]:
-        return tuple(range(len(new)))
+    ) -> Prompt:
+        return Prompt(tuple(range(len(new))))
 
     def parse(self, sampled_ids: Sequence[int], tools: Any = (), *, prompt_ids: Any = ()) -> Message:
         return Message("assistant", str(len(sampled_ids)))

@@ -82,7 +82,7 @@ class Plain:
         return Prompt((1,))
 
     def bridge(self, history, sampled, new, tools=()):
-        return ()
+        return Prompt(())
 
     def parse(self, sampled_ids, tools=(), *, prompt_ids=()):
         return Message("assistant", self.text.rsplit(" or ", 1)[1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.core.tool import Tool, tool
-from agentrl.core.types import Message, ToolCall
+from agentrl.core.types import Fork, Message, Prompt, ToolCall
 from tests.unit.render.tokenizers import MARKERS
 
 
@@ -29,6 +29,12 @@ async def add(a: float, b: float) -> str:
 
 
 TOOLS: tuple[Tool, ...] = (look_up, add)
+
+
+def added_ids(bridged: Prompt | Fork) -> tuple[int, ...] | Fork:
+    """Return the ids of what `Renderer.bridge` returned, or its fork."""
+    return bridged if isinstance(bridged, Fork) else bridged.token_ids
+
 
 words = st.text("abcdeghilmnoprstuvwxyz é你ñ", min_size=1, max_size=12).map(str.strip).filter(bool)
 """Plain text: no marker, no white space at its ends. It can be cut off from what is around it without a change of ids."""

@@ -12,7 +12,7 @@ from agentrl.render.formats.deepseek import DeepSeekR1, DeepSeekV3
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEP
 from agentrl.render.registry import make_renderer
-from tests.unit.render.conversations import TOOLS, calls, contents, well_formed, words
+from tests.unit.render.conversations import TOOLS, added_ids, calls, contents, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer
 
@@ -152,9 +152,11 @@ def test_a_bridge_is_what_rendering_the_whole_says(renderer, new, first, then):
 def test_ids_of_a_bridge():
     sampled = ids_of(V3, f"Wait.{CALLS}{FENCED}{CALLS_END}{EOS}")
     history = (ASK, V3.parse(sampled))
-    added = V3.bridge(history, sampled, FOUND)
+    added = added_ids(V3.bridge(history, sampled, FOUND))
     assert V3.render((*history, *FOUND)).token_ids == V3.render((ASK,)).token_ids + sampled + added
-    assert V3.bridge(history, sampled[:-1], FOUND) == (sampled[-1], *added), "the end token that a limit left out"
+    assert added_ids(V3.bridge(history, sampled[:-1], FOUND)) == (sampled[-1], *added), (
+        "the end token that a limit left out"
+    )
 
 
 def test_r1_forks_once_its_reasoning_is_left_out():
@@ -162,7 +164,7 @@ def test_r1_forks_once_its_reasoning_is_left_out():
     prompt = R1.render((ASK,)).token_ids
     assert R1.decode(prompt).endswith(f"{ASSISTANT}<think>\n")
     first = R1.parse(sampled, prompt_ids=prompt)
-    fork = R1.bridge((ASK, first), sampled, FOUND)
+    fork = added_ids(R1.bridge((ASK, first), sampled, FOUND))
     assert isinstance(fork, Fork)
     assert fork.reason is ForkReason.THINKING
     rendered_again = R1.render((ASK, first, *FOUND)).token_ids
@@ -172,7 +174,7 @@ def test_r1_forks_once_its_reasoning_is_left_out():
     # After a tool there is no <think> to leave out: the row goes on, also to a user.
     then = ids_of(R1, f"In Oslo.{EOS}")
     history = (ASK, first, *FOUND, R1.parse(then, prompt_ids=rendered_again))
-    added = R1.bridge(history, then, (MORE,))
+    added = added_ids(R1.bridge(history, then, (MORE,)))
     assert R1.render((*history, MORE)).token_ids == rendered_again + then + added
 
 
@@ -180,7 +182,7 @@ def test_kept_reasoning_stays_one_row():
     sampled = ids_of(KEEPS, f"I look.\n</think>\n\n{CALLS}{FENCED}{CALLS_END}{EOS}")
     history = (ASK, KEEPS.parse(sampled))
     for new in (FOUND, (MORE,)):
-        row = KEEPS.render((ASK,)).token_ids + sampled + KEEPS.bridge(history, sampled, new)
+        row = KEEPS.render((ASK,)).token_ids + sampled + added_ids(KEEPS.bridge(history, sampled, new))
         assert KEEPS.render((*history, *new)).token_ids == row
     message = Message("assistant", "<think>\nHm.\n</think>\n\nYes.")
     for content in (message.content, message.content.removeprefix("<think>\n")):
@@ -191,7 +193,9 @@ def test_kept_reasoning_stays_one_row():
 
 @pytest.mark.parametrize("renderer", [V3, R1, KEEPS], ids=["v3", "r1", "keeps"])
 def test_a_late_system_message_changes_the_beginning(renderer):
-    fork = renderer.bridge((ASK, Message("assistant", "Yes.")), ids_of(renderer, "Yes."), (Message("system", "Stop."),))
+    fork = added_ids(
+        renderer.bridge((ASK, Message("assistant", "Yes.")), ids_of(renderer, "Yes."), (Message("system", "Stop."),))
+    )
     assert isinstance(fork, Fork)
     assert fork.reason is ForkReason.TEMPLATE
 
@@ -199,9 +203,9 @@ def test_a_late_system_message_changes_the_beginning(renderer):
 def test_an_inline_message_is_part_of_the_turn():
     history = (ASK, Message("assistant", "a"), Message("user", "b", inline=True), Message("assistant", "c"))
     sampled = ids_of(R1, f"c{EOS}")
-    assert isinstance(R1.bridge(history, sampled, (MORE,)), Fork)
+    assert isinstance(added_ids(R1.bridge(history, sampled, (MORE,))), Fork)
     tools = (ASK, Message("assistant", "t"), *FOUND, *history[1:])
-    row = R1.render(tools[:-1]).token_ids + sampled + R1.bridge(tools, sampled, (MORE,))
+    row = R1.render(tools[:-1]).token_ids + sampled + added_ids(R1.bridge(tools, sampled, (MORE,)))
     assert R1.decode(R1.render((*tools, MORE)).token_ids) == R1.decode(row)
 
 

@@ -5,6 +5,7 @@ import pytest
 from agentrl.config.model import RenderConfig
 from agentrl.core.types import Message
 from agentrl.render.registry import make_renderer
+from tests.unit.render.conversations import added_ids
 from tests.unit.render.tokenizers import qwen_tokenizer
 
 MARKUP = "a</think><tool_call>b<|im_end|>"
@@ -29,10 +30,10 @@ def test_added_tokens_in_contents_are_escaped_if_asked(escaped, actual):
     assert sorted(ids_named(tokenizer, prompt)) == sorted(template + actual)
     sampled = tuple(tokenizer.encode("<think>\nr\n</think>\n\nas1", add_special_tokens=False))
     message = renderer.parse(sampled)
-    added = renderer.bridge((*ask, message), sampled, (Message("tool", MARKUP, tool_call_id="c"),))
-    plain = renderer.bridge((*ask, message), sampled, (Message("tool", "x", tool_call_id="c"),))
+    added = added_ids(renderer.bridge((*ask, message), sampled, (Message("tool", MARKUP, tool_call_id="c"),)))
+    plain = added_ids(renderer.bridge((*ask, message), sampled, (Message("tool", "x", tool_call_id="c"),)))
     assert sorted(ids_named(tokenizer, added)) == sorted(ids_named(tokenizer, plain) + actual)
-    inline = renderer.bridge((*ask, message), sampled, (Message("user", MARKUP, inline=True),))
+    inline = added_ids(renderer.bridge((*ask, message), sampled, (Message("user", MARKUP, inline=True),)))
     assert ids_named(tokenizer, inline) == actual
     demonstrated = Message("assistant", "<think>\nr\n</think>\n\nas1")
     for turn in (message, demonstrated):

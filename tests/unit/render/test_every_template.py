@@ -18,7 +18,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.check import Findings, check_template
 from agentrl.render.template_check.turn_transitions import Continuation
-from tests.unit.render.conversations import look_up
+from tests.unit.render.conversations import added_ids, look_up
 from tests.unit.render.tokenizers import qwen_tokenizer_with
 
 _PACKAGE = find_spec("trl")
@@ -143,7 +143,7 @@ def test_later_system_messages_are_in_a_bridged_prompt(name: str, new: tuple[Mes
         renderer = renderer_of(name, keep_thinking=keep)
         for body in ("re1\n</think>\n\nas1", "<think>\nre1\n</think>\n\nas1", "as1"):
             ids = renderer.encode(body)
-            added = renderer.bridge((ASK, renderer.parse(ids)), ids, new)
+            added = added_ids(renderer.bridge((ASK, renderer.parse(ids)), ids, new))
             assert isinstance(added, Fork) or all(message.content in renderer.decode(added) for message in new)
 
 

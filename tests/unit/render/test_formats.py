@@ -23,7 +23,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.render.registry import FORMATS, make_renderer
 from agentrl.testing import ScriptedSampler
-from tests.unit.render.conversations import TOOLS, Script, scripts, turns_of, well_formed
+from tests.unit.render.conversations import TOOLS, Script, added_ids, scripts, turns_of, well_formed
 from tests.unit.render.oracles import TEMPLATES, template
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 
@@ -90,8 +90,8 @@ def test_whatever_is_said_is_kept(case, script: Script):
             assert (call.status is CallStatus.OK) == (call.fault == "")
             assert call.status is not CallStatus.OK or not tools or call.name in {tool.name for tool in tools}
         history.append(message)
-        added = renderer.bridge(history, ids, new, tools)
-        bare = renderer.bridge(history, ids, plain(new), tools)
+        added = added_ids(renderer.bridge(history, ids, new, tools))
+        bare = added_ids(renderer.bridge(history, ids, plain(new), tools))
         if isinstance(added, Fork):
             assert added.detail
             prompt = renderer.render([*history, *new], tools).token_ids
@@ -137,7 +137,7 @@ def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
         ids = (*tokenizer.encode(text, add_special_tokens=False), end)
         message = renderer.parse(ids, tools, prompt_ids=prompt)
         history.append(message)
-        added = renderer.bridge(history, ids, new, tools)
+        added = added_ids(renderer.bridge(history, ids, new, tools))
         history += new
         full = renderer.render(history, tools).token_ids
         if isinstance(added, Fork):

@@ -11,7 +11,7 @@ from agentrl.core.tool import tool
 from agentrl.core.types import Fork, ForkReason, Message, ToolCall
 from agentrl.render.formats.glm import Glm4, Glm45
 from agentrl.render.registry import choose_format, make_renderer
-from tests.unit.render.conversations import contents, look_up, well_formed, words
+from tests.unit.render.conversations import added_ids, contents, look_up, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer
 
@@ -38,7 +38,7 @@ def ids_of(renderer, text, end=""):
 def bridged(renderer, history, text, end, new, tools=()):
     """The text of the whole next prompt, or the fork."""
     sampled = ids_of(renderer, text, end)
-    added = renderer.bridge((*history, renderer.parse(sampled, tools)), sampled, new, tools)
+    added = added_ids(renderer.bridge((*history, renderer.parse(sampled, tools)), sampled, new, tools))
     if isinstance(added, Fork):
         return added
     return renderer.decode(renderer.render(history, tools).token_ids + sampled + added)
@@ -97,7 +97,7 @@ def test_a_bridge_says_what_the_template_says_and_forks_only_where_it_must(playe
         said, new = renderer.parse(sampled, tools), new_of(kind)
         assert len(said.tool_calls) == calls
         messages.append(said)
-        added = renderer.bridge(messages, sampled, new, tools)
+        added = added_ids(renderer.bridge(messages, sampled, new, tools))
         messages.extend(new)
         plain = [Message(message.role, message.content) for message in messages]
         full_template_text = template_text(GLM45, "glm-4.5", plain, tools, enable_thinking=thinking)
@@ -121,7 +121,7 @@ def test_kept_thinking_stays_one_row(played, thinking):
         meant = "<|user|>" if new[0].role == "user" else "<|observation|>"
         sampled = ids_of(renderer, said_of(thought, answer, calls), end and meant)
         messages.append(renderer.parse(sampled, tools))
-        added = renderer.bridge(messages, sampled, new, tools)
+        added = added_ids(renderer.bridge(messages, sampled, new, tools))
         assert not isinstance(added, Fork)
         prompt += sampled + added
         messages.extend(new)
@@ -133,7 +133,7 @@ def test_bridges_are_those_of_another_renderer(thought, answer, new):
     renderer, package_renderer = renderer_of(), Other(GLM45, "glm-4.5")
     prompt = renderer.render((ASK,)).token_ids
     sampled = ids_of(renderer, said_of(thought, answer, True), "<|observation|>")
-    added = renderer.bridge((ASK, renderer.parse(sampled)), sampled, new)
+    added = added_ids(renderer.bridge((ASK, renderer.parse(sampled)), sampled, new))
     assert prompt + sampled + added == package_renderer.bridge(prompt, sampled, new)
 
 
@@ -161,7 +161,7 @@ def test_a_turn_that_was_cut_off_gets_the_next_marker_once(name, new):
     renderer = renderer_of(name)
     text = "\n<think></think>\nhm"
     sampled = ids_of(renderer, text)
-    added = renderer.bridge((ASK, renderer.parse(sampled)), sampled, new)
+    added = added_ids(renderer.bridge((ASK, renderer.parse(sampled)), sampled, new))
     prompt = renderer.render((ASK,)).token_ids + sampled + added
     assert prompt == renderer.render((ASK, renderer.parse(sampled), *new)).token_ids
     assert renderer.decode(added).count("<|") == 2  # the new message's marker, and the opener's
@@ -237,7 +237,7 @@ def test_glm4_goes_on_by_appending_alone(played):
         end = "<|user|>" if new[0].role == "user" else "<|observation|>"
         sampled = (*renderer.encode(f"\n{text}"), *(ids_of(renderer, end) if ended else ()))
         messages.append(renderer.parse(sampled, tools))
-        added = renderer.bridge(messages, sampled, new, tools)
+        added = added_ids(renderer.bridge(messages, sampled, new, tools))
         prompt += sampled + added
         messages.extend(new)
         plain = [message if message.role != "assistant" else Message("assistant", message.content[1:])

@@ -13,7 +13,7 @@ from agentrl.core.types import CallStatus, Fork, Message, ToolCall
 from agentrl.render.formats.base import tool_schema
 from agentrl.render.formats.kimi import KimiK2
 from agentrl.render.registry import make_renderer
-from tests.unit.render.conversations import TOOLS, contents, look_up, well_formed, words
+from tests.unit.render.conversations import TOOLS, added_ids, contents, look_up, well_formed, words
 from tests.unit.render.oracles import Other, as_dicts
 from tests.unit.render.tokenizers import MARKERS, family_tokenizer
 
@@ -101,7 +101,7 @@ def test_everything_goes_on_by_appending(played):
         messages.append(message)
         actual_message = Message("tool", "a city", tool_call_id="functions.look_up:0")
         new = {"user": (MORE,), "tool": (actual_message, actual_message), "both": (actual_message, MORE)}[kind]
-        added = renderer.bridge(messages, sampled, new, tools)
+        added = added_ids(renderer.bridge(messages, sampled, new, tools))
         assert not isinstance(added, Fork)
         if "<think>" not in text and "</think>" not in text:  # in K2 they are text as any other
             assert prompt + sampled + added == wrapped.bridge(prompt, sampled, new, tools)
@@ -121,7 +121,9 @@ def test_the_policys_id_names_the_result():
     sampled = ids_of(CALL.replace(":0", ":7"))
     message = renderer.parse(sampled, [look_up])
     assert [call.id for call in message.tool_calls] == ["functions.look_up:7"]
-    added = renderer.bridge((ASK, message), sampled, (Message("tool", "x", tool_call_id=message.tool_calls[0].id),))
+    added = added_ids(
+        renderer.bridge((ASK, message), sampled, (Message("tool", "x", tool_call_id=message.tool_calls[0].id),))
+    )
     assert renderer.decode(added) == (
         "<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.look_up:7\nx<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|>"
@@ -134,7 +136,7 @@ def test_an_id_cannot_hold_special_tokens():
     sampled = ids_of(BEGIN + OPEN) + spelt + ids_of(f"{ARGUMENTS}{{}}{CLOSE}{END}")
     message = renderer.parse(sampled)
     new = (Message("tool", "x", tool_call_id=message.tool_calls[0].id),)
-    added = renderer.bridge((ASK, message), sampled, new)
+    added = added_ids(renderer.bridge((ASK, message), sampled, new))
     assert added.count(renderer.end_token_id) == 2
     rendered_again = renderer.render((ASK, replace(message, token_ids=(), content=""), *new)).token_ids
     assert rendered_again.count(renderer.end_token_id) == 4  # system, user, assistant, tool

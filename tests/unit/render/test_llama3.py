@@ -11,7 +11,7 @@ from agentrl.render.formats.llama3 import Llama3, Llama31, today
 from agentrl.render.parsers.llama3 import Llama3Parser
 from agentrl.render.parsers.pythonic import PythonicParser
 from agentrl.render.registry import FORMATS, make_renderer
-from tests.unit.render.conversations import TOOLS, answers, contents, samples, well_formed, words
+from tests.unit.render.conversations import TOOLS, added_ids, answers, contents, samples, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer
 
@@ -130,7 +130,7 @@ def test_either_end_token_stays_and_the_conversation_goes_on_behind_it(end):
     message = renderer.parse(sampled, TOOLS)
     assert [call.status for call in message.tool_calls] == [CallStatus.OK]
     assert message.content == CALL
-    added = renderer.bridge((*ASK, message), sampled, (Message("tool", "<|eot_id|>"),), TOOLS)
+    added = added_ids(renderer.bridge((*ASK, message), sampled, (Message("tool", "<|eot_id|>"),), TOOLS))
     assert renderer.decode(added) == ("" if end else "<|eot_id|>") + (
         '<|start_header_id|>ipython<|end_header_id|>\n\n"<|eot_id|>"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -144,7 +144,7 @@ def test_the_end_of_the_text_ends_the_turn_and_is_no_place_to_go_on():
     assert sampled[-1] in renderer.end_token_ids
     message = renderer.parse(sampled)
     assert message.content == "Done."
-    fork = renderer.bridge((*ASK, message), sampled, ASK)
+    fork = added_ids(renderer.bridge((*ASK, message), sampled, ASK))
     assert isinstance(fork, Fork)
     assert fork.reason is ForkReason.END_TOKEN
     assert "<|end_of_text|>" in fork.detail
@@ -185,7 +185,7 @@ def test_half_a_character_in_what_a_tool_says_is_replaced():
     message = renderer.parse(renderer.encode(r'{"name": "look_up", "parameters": {"word": "\ud800"}}'), TOOLS)
     answer = Message("tool", str(message.tool_calls[0].arguments["word"]))
     for ids in (
-        renderer.bridge((*ASK, message), message.token_ids, (answer,)),
+        added_ids(renderer.bridge((*ASK, message), message.token_ids, (answer,))),
         renderer.render((*ASK, message, answer)).token_ids,
     ):
         assert '"\ufffd"<|eot_id|>' in renderer.decode(ids)
@@ -208,7 +208,7 @@ def test_bridges_are_those_of_another_renderer(sample, new, end):
     prompt = renderer.render(ASK)
     sampled = sample.ids(tokenizer, renderer._encoder.special_ids[end])
     message = renderer.parse(sampled)
-    added = renderer.bridge((*ASK, message), sampled, new)
+    added = added_ids(renderer.bridge((*ASK, message), sampled, new))
     expected = Other(tokenizer, "llama-3").bridge(prompt.token_ids, sampled, new)
     if isinstance(added, Fork):
         assert added.reason is ForkReason.END_TOKEN

@@ -13,6 +13,7 @@ from agentrl.render.formats.package import PACKAGE_FORMATS, PREFIX
 from agentrl.render.probes import TOOLS
 from agentrl.render.registry import make_renderer
 from agentrl.render.template_check.check import check_template
+from tests.unit.render.conversations import added_ids
 from tests.unit.render.oracles import Other
 from tests.unit.render.tokenizers import FAMILIES, Added, _tokenizer
 
@@ -126,7 +127,7 @@ def test_a_turn_with_a_call_is_read_and_answered_as_the_package_does(name):
     assert (call.name, call.arguments, call.status) == ("look_up", {"word": "é", "page": 3}, CallStatus.OK)
     call = replace(call, id=call.id or "functions.look_up:0")  # as an episode names it
     message, answer = replace(message, tool_calls=(call,)), (replace(FOUND, tool_call_id=call.id),)
-    added = renderer.bridge((ASK, message), sampled, answer, TOOLS)
+    added = added_ids(renderer.bridge((ASK, message), sampled, answer, TOOLS))
     theirs = other_token_ids.bridge(prompt, sampled, answer, TOOLS) if thought else full_ids
     if not isinstance(added, Fork) and theirs is not None:
         assert prompt + sampled + added == theirs

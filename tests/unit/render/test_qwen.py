@@ -11,7 +11,7 @@ from agentrl.config.model import RenderConfig
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, ToolCall
 from agentrl.render.registry import FORMATS, make_renderer
 from tests.unit.render import tokenizers
-from tests.unit.render.conversations import TOOLS, contents, hermes, thought, turns_of, well_formed, words
+from tests.unit.render.conversations import TOOLS, added_ids, contents, hermes, thought, turns_of, well_formed, words
 from tests.unit.render.oracles import Other, template, template_text
 from tests.unit.render.tokenizers import family_tokenizer, qwen_tokenizer
 
@@ -40,7 +40,7 @@ def drive(renderer, first, *turns, tools=()):
     for text, new in turns:
         ids = (*renderer.encode(text), renderer.end_token_id)
         history.append(renderer.parse(ids, tools, prompt_ids=prompt))
-        made.append(renderer.bridge(history, ids, new, tools))
+        made.append(added_ids(renderer.bridge(history, ids, new, tools)))
         history += new
         if isinstance(made[-1], Fork):
             prompt = renderer.render(history, tools).token_ids
@@ -109,7 +109,7 @@ def test_bridges_are_those_of_another_renderer(conversation, end):
         prompt, ids = other().render(messages[:index], tools), renderer.encode(answer_text)
         ids += (renderer.end_token_id,) if end else ()
         theirs = other().bridge(prompt, ids, new, tools)
-        ours = renderer.bridge((*messages[:index], renderer.parse(ids, tools)), ids, new, tools)
+        ours = added_ids(renderer.bridge((*messages[:index], renderer.parse(ids, tools)), ids, new, tools))
         if theirs is not None:
             assert prompt + ids + ours == theirs
         else:
@@ -225,7 +225,7 @@ def test_half_a_character_in_a_call_can_be_answered():
     (call,) = message.tool_calls
     echo = call.arguments["word"]
     assert (call.status, echo) == (CallStatus.OK, "�")
-    added = renderer.bridge([ASK, message], ids, [Message("tool", "\ud83d", tool_call_id="c")], TOOLS)
+    added = added_ids(renderer.bridge([ASK, message], ids, [Message("tool", "\ud83d", tool_call_id="c")], TOOLS))
     assert "<tool_response>\n�\n</tool_response>" in renderer.decode(added)
 
 
@@ -237,13 +237,15 @@ def test_a_turn_with_inline_text_is_one_turn():
     for text, new in turns:
         ids = renderer.encode(text)
         history.append(renderer.parse(ids))
-        prompt += ids + renderer.bridge(history, ids, new)
+        prompt += ids + added_ids(renderer.bridge(history, ids, new))
         history += new
     turn_text = "assistant\nLook: x? [4] so 4<|im_end|>\n<|im_start|>user\nAnd?"
     assert turn_text in renderer.decode(prompt)
     assert renderer.decode(prompt) == renderer.decode(renderer.render(history).token_ids)
-    thinking = renderer.bridge(
-        [ASK, Message("assistant", thought("r", "a")), *turns[0][1], Message("assistant", "b")], (65,), [MORE]
+    thinking = added_ids(
+        renderer.bridge(
+            [ASK, Message("assistant", thought("r", "a")), *turns[0][1], Message("assistant", "b")], (65,), [MORE]
+        )
     )
     assert thinking.reason is ForkReason.THINKING
 

@@ -10,6 +10,7 @@ from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
 from agentrl.render.registry import make_renderer
+from tests.unit.render.conversations import added_ids
 from tests.unit.render.oracles import template
 from tests.unit.render.tokenizers import qwen_tokenizer
 
@@ -30,7 +31,7 @@ def renderer_of(tokenizer, template="chatml"):
 
 def follow(renderer, history, sampled, new, tools=()):
     """The next prompt after ``sampled`` as a bridge makes it, or the reason why it makes none."""
-    added = renderer.bridge((*history, renderer.parse(sampled)), sampled, new, tools)
+    added = added_ids(renderer.bridge((*history, renderer.parse(sampled)), sampled, new, tools))
     if isinstance(added, Fork):
         return added.reason
     return Prompt(renderer.render(history, tools).token_ids + tuple(sampled) + added)
@@ -88,7 +89,7 @@ def test_without_a_chat_template_only_raw_prompts_can_be_rendered(tokenizer):
     renderer = make_renderer(made)
     with pytest.raises(ModelError, match=r"no chat template; set model\.path.*data\.apply_chat_template=false"):
         renderer.render(ASK)
-    assert isinstance(renderer.bridge((Message("assistant", "x"),), (8,), FOLLOWING), Fork)
+    assert isinstance(added_ids(renderer.bridge((Message("assistant", "x"),), (8,), FOLLOWING)), Fork)
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["end token sampled", "stopped by a string or the length"])
@@ -159,7 +160,7 @@ def test_a_call_after_inline_text_is_part_of_the_turn_also_if_nothing_was_sample
         text = renderer.decode(renderer.render((*history, answer), [search]).token_ids)
         assert f"<|im_start|>assistant\n{renderer.decode(before)}notes {call}<|im_end|>" in text
         assert text.count("<tool_call>") == 1
-        bridged = renderer.bridge(history, said.token_ids, (answer,), [search])
+        bridged = added_ids(renderer.bridge(history, said.token_ids, (answer,), [search]))
         assert not isinstance(bridged, Fork)
         assert text.endswith(renderer.decode(bridged))
 

@@ -13,6 +13,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.check import check_template
 from agentrl.render.template_check.turn_transitions import Continuation
+from tests.unit.render.conversations import added_ids
 
 TEXTS = ["What is 12 times 13?", '{"name": "python", "arguments": {"code": "print(12)"}}', "The answer is \\boxed{25}."]
 TOOL = Tool("python", "Run it.", {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]})
@@ -52,7 +53,7 @@ def test_a_call_is_read_and_its_result_appended(renderer: ChatRenderer) -> None:
     assert (call.status, call.name) == (CallStatus.OK, "python")
     assert call.arguments == {"code": 'x = "a"\nprint(12 * 13)'}
     result = Message("tool", "156\n", tool_call_id="c")
-    added = renderer.bridge((ASK, message), said_ids, (result,), [TOOL])
+    added = added_ids(renderer.bridge((ASK, message), said_ids, (result,), [TOOL]))
     assert not isinstance(added, Fork)
     assert renderer.decode(added) == "\n<|im_start|>tool\n156\n<|im_end|>\n<|im_start|>assistant\n"
     assert renderer.render((ASK, message, result), [TOOL]).token_ids == (*prompt, *said_ids, *added)
