@@ -150,6 +150,7 @@ class ChatRenderer(Renderer):
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Prompt:
         if messages and messages[0].inline:
             return self._raw(messages)
+        self._refuse_inline_images([message for message in messages if message.inline])
         if self.tool_preamble is not None:
             messages, tools = self.tool_preamble(messages, tools), ()
         merged = self._escape_messages(messages)
