@@ -50,6 +50,21 @@ class Image:
             )
         object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest())
 
+    @classmethod
+    def from_data_url(cls, url: str) -> Image:
+        """Return the image of a ``data:`` URL. Nothing else is read, so that the URL may come from elsewhere.
+
+        Raises:
+            ValueError: it is none, or holds no image.
+        """
+        header, comma, encoded = url.partition(",")
+        if not comma or not header.startswith("data:") or not header.endswith(";base64"):
+            raise ValueError(f"an image's data: URL must be data:image/…;base64,…, this one begins with {url[:40]!r}")
+        try:
+            return cls(base64.b64decode(encoded, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"the image's data: URL {url[:40]!r} is not valid base64: {error}") from error
+
     @property
     def media_type(self) -> str:
         """Its type, such as ``image/png``."""
@@ -98,7 +113,7 @@ def load_image(source: ImageSource) -> Image:
     if isinstance(source, bytes | bytearray | memoryview):
         return Image(bytes(source))
     if isinstance(source, str) and source.startswith("data:"):
-        return Image(_decode_data_url(source))
+        return Image.from_data_url(source)
     if isinstance(source, str | Path):
         return Image(Path(source).read_bytes())
     if isinstance(source, Mapping):
@@ -117,16 +132,6 @@ def _media_type(data: bytes) -> str:
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
     return next((name for signature, name in _SIGNATURES.items() if data.startswith(signature)), "")
-
-
-def _decode_data_url(url: str) -> bytes:
-    header, comma, encoded = url.partition(",")
-    if not comma or not header.endswith(";base64"):
-        raise ValueError(f"an image's data: URL must be data:image/…;base64,…, this one begins with {url[:40]!r}")
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"the image's data: URL {url[:40]!r} is not valid base64: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,7 @@ class PlacedImage:
     image: Image
     """The image."""
 
-    def shifted(self, tokens: int) -> PlacedImage:
+    def shift(self, tokens: int) -> PlacedImage:
         """Return it with ``tokens`` more tokens before it."""
         span = ImageSpan(self.span.start + tokens, self.span.length, self.span.digest)
         return PlacedImage(span, self.image)

@@ -622,6 +622,6 @@ def message_from_dict(data: Mapping[str, Any]) -> Message:
         ToolCall(call["id"], call["name"], call["arguments"], CallStatus(call["status"]), call["fault"])
         for call in data["tool_calls"]
     )
-    images = tuple(map(load_image, data.get("images", ())))
+    images = tuple(map(Image.from_data_url, data.get("images", ())))
     token_ids = tuple(data["token_ids"])
     return Message(data["role"], data["content"], calls, data["tool_call_id"], data["inline"], token_ids, images)

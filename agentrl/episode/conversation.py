@@ -340,7 +340,7 @@ class Conversation(BaseConversation):
             state.fork = added.reason
         else:
             earlier_tokens = len(state.prompt_ids) + len(generation.token_ids)
-            state.images += tuple(placed.shifted(earlier_tokens) for placed in added.images)
+            state.images += tuple(placed.shift(earlier_tokens) for placed in added.images)
             # The short tuples are joined first: each joining copies everything that it joins.
             state.prompt_ids += generation.token_ids + added.token_ids
             state.added = len(added.token_ids)

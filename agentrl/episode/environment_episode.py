@@ -177,7 +177,9 @@ class Episode:
         if not action.tool_calls or self._env.read("handles_tool_calls", lambda env: env.handles_tool_calls):
             return await self._steps.run_requested_calls(await self._env.step(action), self.conversation.tools)
         results = await self.tools.run_policy_calls(action.tool_calls, self.conversation.tools)
-        answers = tuple(Message("tool", result.content, tool_call_id=result.call_id) for result in results)
+        answers = tuple(
+            Message("tool", result.content, tool_call_id=result.call_id, images=result.images) for result in results
+        )
         return answers, 0.0, False, False, {}
 
     async def _close(self) -> None:

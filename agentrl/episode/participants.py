@@ -237,7 +237,9 @@ class PolicyParticipant(Participant):
         reply = await self._sample()
         while reply is not None and reply.tool_calls and not self._env.handles_tool_calls:
             results = await self._tools.run_policy_calls(reply.tool_calls, self.conversation.tools)
-            answers = [Message("tool", result.content, tool_call_id=result.call_id) for result in results]
+            answers = [
+                Message("tool", result.content, tool_call_id=result.call_id, images=result.images) for result in results
+            ]
             self.conversation.answer(reply, answers)
             self._turn_steps.append(self._step)
             reply = await self._sample()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl.core.chat_endpoint import Usage
-from agentrl.core.images import ImageSpan, PlacedImage, load_image
+from agentrl.core.images import Image, ImageSpan, PlacedImage
 from agentrl.core.types import (
     ForkReason,
     Generation,
@@ -240,5 +240,5 @@ class SavedStates(Protocol):
 
 
 def _placed_image(start: int, length: int, url: str) -> PlacedImage:
-    image = load_image(url)
+    image = Image.from_data_url(url)
     return PlacedImage(ImageSpan(start, length, image.digest), image)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from agentrl.core import experts
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts, unknown_expert_mask, unknown_experts
-from agentrl.core.images import Image, ImageSpan, PlacedImage, load_image
+from agentrl.core.images import Image, ImageSpan, PlacedImage
 from agentrl.core.sampling_support import SamplingSupport, concatenate_supports, decode_support, encode_support
 from agentrl.core.types import ForkReason, Generation, MaskReason, Provenance, Row, RowKey
 
@@ -426,7 +426,7 @@ class Trajectory:
     def from_state(cls, state: dict[str, Any]) -> Trajectory:
         """Return the trajectory that `to_state` wrote."""
         graph = _TokenGraph(temperature=state["temperature"])
-        graph.images = {digest: load_image(url) for digest, url in state.get("images", {}).items()}
+        graph.images = {digest: Image.from_data_url(url) for digest, url in state.get("images", {}).items()}
         for node in state["nodes"]:
             graph.add(_node_from_dict(node))
         return cls._from_tip(graph, state)

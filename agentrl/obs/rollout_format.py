@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agentrl.core.images import ImageSpan, load_image
+from agentrl.core.images import Image, ImageSpan
 from agentrl.core.sampling_support import decode_support, encode_support
 from agentrl.core.types import (
     EndpointRecord,
@@ -157,7 +157,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         if data.get("endpoint") is None
         else EndpointRecord(messages=tuple(data["messages"]), tools=tuple(data["tools"]), **data["endpoint"]),
         **_player_from_dict(data.get("player")),
-        images={digest: load_image(url) for digest, url in (data.get("images") or {}).items()},
+        images={digest: Image.from_data_url(url) for digest, url in (data.get("images") or {}).items()},
     )
 
 

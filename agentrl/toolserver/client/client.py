@@ -12,6 +12,7 @@ import orjson
 
 from agentrl.config.toolserver import ClientConfig
 from agentrl.core.errors import AgentrlError, ConfigError, EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
+from agentrl.core.images import Image
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import MAX_NESTING, is_too_deep
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
@@ -332,4 +333,8 @@ def _as_result(fields: object, call: ToolCall, call_id: str, server: ToolServer)
         raise ToolFailure(f"{server.name} answered call {fields['call_id']!r} instead of {call_id!r}")
     if fields["status"] not in {status.value for status in ToolStatus}:
         raise ToolFailure(f"{server.name} gave a result of unknown status {fields['status']!r}")
-    return ToolResult(call.id, ToolStatus(fields["status"]), fields["content"], fields.get("data"))
+    try:
+        images = tuple(map(Image.from_data_url, fields.get("images", ())))
+        return ToolResult(call.id, ToolStatus(fields["status"]), fields["content"], fields.get("data"), images)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ToolFailure(f"{server.name} answered a call with images that cannot be used: {error}") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from agentrl.core.images import Image
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.errors import Conflict
@@ -21,7 +22,7 @@ class Answer:
 
     status: ToolStatus
     body: bytes
-    """The result as JSON: ``{"call_id", "status", "content", "data"}``."""
+    """The result as JSON: ``{"call_id", "status", "content", "data"}``, and ``images`` as ``data:`` URLs if it has some."""
 
     @classmethod
     def from_result(cls, result: ToolResult) -> Answer:
@@ -36,6 +37,8 @@ class Answer:
             "content": result.content,
             "data": result.data,
         }
+        if result.images:
+            fields["images"] = [image.data_url for image in result.images]
         # A copy: orjson leaves the room in its bytes that it reserved while it wrote, often several times their length.
         return cls(result.status, bytes(memoryview(orjson.dumps(fields))))
 
@@ -43,7 +46,8 @@ class Answer:
     def result(self) -> ToolResult:
         """The result as the client of an HTTP server gets it."""
         fields = orjson.loads(self.body)
-        return ToolResult(fields["call_id"], self.status, fields["content"], fields["data"])
+        images = tuple(map(Image.from_data_url, fields.get("images", ())))
+        return ToolResult(fields["call_id"], self.status, fields["content"], fields["data"], images)
 
 
 @dataclass(slots=True)

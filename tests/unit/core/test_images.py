@@ -83,3 +83,10 @@ def test_a_message_has_a_mark_for_each_image() -> None:
     with pytest.raises(ValueError, match="U\\+FFFC"):
         message_with_images("user", f"text {IMAGE_MARK}", image)
     assert Message("user", IMAGE_MARK).images == (), "without images the mark is text"
+
+
+def test_a_data_url_from_elsewhere_reads_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(encode((1, 2, 3)))
+    with pytest.raises(ValueError, match="must be data:image"):
+        Image.from_data_url(str(path))

@@ -67,7 +67,7 @@ def test_appended_turns_are_what_the_template_writes(family: str, seed: int) -> 
         earlier = len(row.token_ids) + len(sampled)
         row = Prompt(
             (*row.token_ids, *sampled, *added.token_ids),
-            (*row.images, *(placed.shifted(earlier) for placed in added.images)),
+            (*row.images, *(placed.shift(earlier) for placed in added.images)),
         )
         history += [message, new]
         require_each_image_once(renderer, row, [image for said in history for image in said.images])
