@@ -189,7 +189,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
         *("data/measured", "data/success_rate", "data/unsolved", "data/near_target", "data/solved"),
         "data/left_out",
         *("rollout/max_running", "rollout/cache_stale", "rollout/cache_age_mean"),
-        *("batch/replayed_share", "batch/routing_mib"),
+        *("batch/replayed_share", "batch/routing_mib", "batch/support_size", "batch/support_mib", "batch/image_share"),
         *(
             name
             for name in described
