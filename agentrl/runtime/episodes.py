@@ -19,6 +19,7 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.participants import SeatProgram
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
+from agentrl.models.image_positions import read_image_positions
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
@@ -43,7 +44,9 @@ def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     renderer = make_renderer(tokenizer, config.render, end_ids)
     routing = read_routing(model) if config.algo.replays_routing else None
-    return renderer, Vocabulary(read_vocab_size(model), renderer.decode, routing)
+    images = read_image_positions(model)
+    image_token = None if images is None else images.image_token_id
+    return renderer, Vocabulary(read_vocab_size(model), renderer.decode, routing, image_token)
 
 
 def make_runner(

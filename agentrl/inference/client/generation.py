@@ -25,6 +25,7 @@ from agentrl.inference.client.adapters import adapter_version
 from agentrl.inference.client.engine_state import EngineState
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
 from agentrl.inference.client.prefix_ages import PrefixAges, block_use
+from agentrl.inference.client.request_images import check_expansion, with_images
 from agentrl.inference.client.segments import (
     Segment,
     Vocabulary,
@@ -173,6 +174,7 @@ class GenerationClient(ABC):
         Raises:
             SamplerError: the engine refused (with its message) or failed, or has no such policy.
             EngineLostError: it could not be reached.
+            ConfigError: the engine's tokens of images are not those of the prompt, or the policy takes no images.
         """
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
@@ -192,16 +194,19 @@ class GenerationClient(ABC):
                 body |= experts_options(params, sampled) | support_options(params)
                 if (key := self._cache_key()) is not None:
                     body["extra_key"] = key
+                image_token = None if self._vocabulary is None else self._vocabulary.image_token_id
+                sent_body = with_images(body, prompt.images, image_token, request_id)
                 self.unanswered += 1
                 try:
                     with waiting(REQUEST, f"to the engine {self._http.url}"):
-                        content = await self._http.generate(body, key=session_id)
+                        content = await self._http.generate(sent_body, key=session_id)
                 finally:
                     self.unanswered -= 1
                     request.replied = True
                 await self._turnstile.enter()
-                segment = read_reply(content, body, request_id, self._vocabulary)
-                self._note_blocks(ids, segment.generation)
+                segment = read_reply(content, body, request_id, self._vocabulary, has_images=bool(prompt.images))
+                if not prompt.images:  # blocks are known by their ids, which are those of all images of a size
+                    self._note_blocks(ids, segment.generation)
                 if request.updated and not segment.exact:
                     raise SamplerError(
                         f"request {request_id} was sampled by more than one version of the weights, and the engine "
@@ -350,6 +355,7 @@ class _Meta(msgspec.Struct):
 class _Reply(msgspec.Struct):
     meta_info: _Meta
     output_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 # It refuses what is no number, such as NaN, and what no float can hold.
@@ -359,24 +365,33 @@ NOT_A_REPLY = (ValueError, RecursionError)
 
 
 def read_reply(
-    content: bytes, body: Mapping[str, Any], request_id: str, vocabulary: Vocabulary | None = None
+    content: bytes,
+    body: Mapping[str, Any],
+    request_id: str,
+    vocabulary: Vocabulary | None = None,
+    *,
+    has_images: bool = False,
 ) -> Segment:
     """Return the tokens of a reply of ``/generate``.
 
     Args:
         content: the reply.
-        body: the request that it answers.
+        body: the request that it answers, with the tokens of images in full.
         request_id: for the generation.
         vocabulary: of the policy; None: ids are not compared with its size.
+        has_images: the prompt has images, which the engine has expanded.
 
     Raises:
         SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
+        ConfigError: the engine has expanded images to other tokens; see `check_expansion`.
     """
     try:
         reply = _REPLIES.decode(content)
     except NOT_A_REPLY as error:
         raise SamplerError(f"the engine's reply to {request_id} is not one: {error}") from error
     meta = reply.meta_info
+    if has_images and meta.id == body["rid"]:
+        check_expansion(body["input_ids"], reply.prompt_token_ids, meta.prompt_tokens, request_id)
     entries = meta.output_token_logprobs
     # Columns, and functions that read them whole: loops over tokens would take most of the time of a turn.
     logprobs, ids, _ = zip(*entries, strict=True) if entries else ((), (), ())

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.core.errors import EngineError, SamplerError
+from agentrl.core.images import PlacedImage
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.generation import NOT_A_REPLY, ROUNDING, Finish, TokenId
 from agentrl.inference.client.http import CONNECTION_ERRORS, EngineHttp, ErrorReply
+from agentrl.inference.client.request_images import check_expansion, with_images
 from agentrl.obs.waiting import waiting
 
 ATTEMPTS = 3
@@ -34,12 +36,16 @@ class ScoringClient:
         name: of the server in messages, with its key, such as ``teacher 'math' (algo.distillation.teachers.math.url)``.
         timeout_s: how long a reply may take.
         vocabulary_size: of the policy's model.
+        image_token_id: the token that stands for each of an image's features; None: the model takes no images.
     """
 
-    def __init__(self, url: str, name: str, *, timeout_s: float, vocabulary_size: int) -> None:
+    def __init__(
+        self, url: str, name: str, *, timeout_s: float, vocabulary_size: int, image_token_id: int | None = None
+    ) -> None:
         self._http = EngineHttp(url, timeout_s)
         self._name = name
         self._vocabulary_size = vocabulary_size
+        self._image_token_id = image_token_id
         self._numbers = itertools.count()
         self._running = asyncio.Semaphore(MAX_RUNNING)
 
@@ -47,28 +53,40 @@ class ScoringClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def score(self, token_ids: Sequence[int], start: int, adapter: str | None = None) -> NDArray[np.float32]:
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        adapter: str | None = None,
+        images: Sequence[PlacedImage] = (),
+    ) -> NDArray[np.float32]:
         """Return the log-probabilities of ``token_ids[start:]``, each given all tokens before it, at temperature 1.
 
         Args:
-            token_ids: a prompt.
+            token_ids: a prompt, with the tokens of its images in full.
             start: at least 1.
             adapter: name of the engine's LoRA adapter that scores; None: the engine's weights alone.
+            images: of the prompt, in the order of their tokens.
 
         Raises:
             EngineError: the server cannot be reached, refuses, or its reply is not one.
+            ConfigError: its tokens of images are not those of the prompt, or the policy takes no images.
         """
         body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}", adapter)
+        sent_body = with_images(body, images, self._image_token_id, body["rid"])
         async with self._running:
-            return await self._send(body)
+            return await self._send(body, sent_body, self._image_token_id if images else None)
 
-    async def _send(self, body: dict[str, Any]) -> NDArray[np.float32]:
+    async def _send(
+        self, body: Mapping[str, Any], sent_body: dict[str, Any], image_token_id: int | None
+    ) -> NDArray[np.float32]:
         for attempt in itertools.count(1):
             try:
                 with waiting("scores", f"of {self._name}", self._http.url):
-                    async with self._http.request("POST", "/generate", body) as reply:
+                    async with self._http.request("POST", "/generate", sent_body) as reply:
                         content = await reply.read()
-                return np.array(read_scores(content, body, self._vocabulary_size), np.float32)
+                scores = read_scores(content, body, self._vocabulary_size, image_token_id)
+                return np.array(scores, np.float32)
             except SamplerError as error:
                 raise EngineError(f"{self._name}, {self._http.url}: {error}") from error
             except ErrorReply as error:
@@ -110,6 +128,7 @@ class _Meta(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     meta_info: _Meta
+    prompt_token_ids: list[int] | None = None
 
 
 _REPLIES = msgspec.json.Decoder(_Reply)
@@ -127,21 +146,28 @@ def score_body(ids: Sequence[int], start: int, rid: str, adapter: str | None = N
     return body if adapter is None else body | {"lora_path": adapter}
 
 
-def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -> tuple[float, ...]:
+def read_scores(
+    content: bytes, body: Mapping[str, Any], vocabulary_size: int, image_token_id: int | None = None
+) -> tuple[float, ...]:
     """Return the log-probabilities, at temperature 1, of a prompt's tokens.
 
     Args:
         content: the reply of ``/generate``.
-        body: the request that it answers; see `score_body`.
+        body: the request that it answers, with the tokens of images in full; see `score_body`.
         vocabulary_size: of the policy's model. SGLang 0.5.23 writes 0 in place of the last id.
+        image_token_id: of a prompt with images; SGLang writes 0 in place of it. None: the prompt has none.
 
     Raises:
         SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
+        ConfigError: the engine has expanded images to other tokens; see `check_expansion`.
     """
     try:
-        meta = _REPLIES.decode(content).meta_info
+        reply = _REPLIES.decode(content)
     except NOT_A_REPLY as error:
         raise SamplerError(f"the reply to {body['rid']} is not one: {error}") from error
+    meta = reply.meta_info
+    if image_token_id is not None:
+        check_expansion(body["input_ids"], reply.prompt_token_ids, meta.prompt_tokens, body["rid"])
     ids, (first, *entries) = (
         body["input_ids"][body["logprob_start_len"] :],
         meta.input_token_logprobs or [(None, -1, None)],
@@ -149,7 +175,7 @@ def read_scores(content: bytes, body: Mapping[str, Any], vocabulary_size: int) -
     logprobs = [entry[0] for entry in entries if entry[0] is not None]
     echoed = [first[1], *(entry[1] for entry in entries)]
     ids_match = all(
-        sent_id == echoed_id or (sent_id == vocabulary_size - 1 and not echoed_id)
+        sent_id == echoed_id or (sent_id in (vocabulary_size - 1, image_token_id) and not echoed_id)
         for sent_id, echoed_id in zip(ids, echoed, strict=False)
     )
     faults = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from agentrl.core.errors import SamplerError
 from agentrl.core.experts import Experts
 from agentrl.core.sampling_support import SamplingSupport, concatenate_supports
-from agentrl.core.types import FinishReason, Generation, SamplingParams
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.models.routing import KEY, Routing
 
 
@@ -29,6 +29,10 @@ class Vocabulary:
     """Returns the text of ids, special tokens included."""
     routing: Routing | None = None
     """Sizes of the experts that engines return; None: they return none."""
+    image_token_id: int | None = None
+    """The token that stands for each of an image's features; None: the policy takes no images."""
+    image_prompt: Prompt | None = None
+    """A prompt with images, whose tokens are compared with the engine's when it starts; None: none is."""
 
 
 @dataclass(frozen=True, slots=True)

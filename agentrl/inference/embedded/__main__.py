@@ -33,7 +33,15 @@ def main() -> int:
     try:
         dtype, slots = as_dtype(arguments.dtype), arguments.max_slots
         context, threads = arguments.max_context, arguments.threads
-        model = Model(arguments.model, dtype, slots, context, threads, batch_invariant=arguments.batch_invariant)
+        model = Model(
+            arguments.model,
+            dtype,
+            slots,
+            context,
+            threads,
+            batch_invariant=arguments.batch_invariant,
+            trust_remote_code=arguments.trust_remote_code,
+        )
         model.keeps_released_weights = arguments.weights_cpu_backup
         tokenizer = load_tokenizer(arguments.model, trust_remote_code=arguments.trust_remote_code)
         stops = StopMatcher(tokenizer, model.vocabulary)

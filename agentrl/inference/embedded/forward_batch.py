@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from agentrl.inference.embedded.images import SegmentImage
 
 _MAX_GAP = 2
 """Largest gap of idle slots that one attention call of decoding slots computes along; a larger one starts a new call."""
@@ -30,6 +34,10 @@ class Segment:
     tokens: NDArray[np.int32]
     kept: int = 1
     """Number of last tokens whose logits are computed."""
+    rotary: NDArray[np.int64] | None = None
+    """``[axes, n]`` rotary positions of the tokens; None: those of text."""
+    images: tuple[SegmentImage, ...] = ()
+    """Images whose features stand among the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,15 @@ class ForwardBatch:
             np.concatenate([segment.tokens for segment in self.segments]).astype(np.int64)
         )
         self.positions = torch.from_numpy(np.repeat(starts, sizes) + offsets)
+        """``[N]`` position of each token in its slot."""
+        self.rotary = self._rotary(ends)
+        """``[axes, N]`` rotary positions; ``[1, N]`` if they are those of text for all."""
+        self.images = [
+            (image, torch.from_numpy(image.rows + int(end) - len(segment.tokens)))
+            for segment, end in zip(self.segments, ends, strict=True)
+            for image in segment.images
+        ]
+        """Images and ``[n]`` rows of the tokens at which their features stand."""
         slots = np.array([segment.slot for segment in self.segments])
         self.slots = torch.from_numpy(np.repeat(slots, sizes))
         self.decoding = int((sizes == 1).sum())
@@ -98,6 +115,16 @@ class ForwardBatch:
             for row, start, size in _blocks(int(end) - len(segment.tokens), segment.start, len(segment.tokens))
         ]
         self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def _rotary(self, ends: NDArray[np.int64]) -> Tensor:
+        axes = [len(segment.rotary) for segment in self.segments if segment.rotary is not None]
+        if not axes:
+            return self.positions[None]
+        rotary = self.positions.repeat(axes[0], 1)
+        for segment, end in zip(self.segments, ends, strict=True):
+            if segment.rotary is not None:
+                rotary[:, int(end) - len(segment.tokens) : int(end)] = torch.from_numpy(segment.rotary)
+        return rotary
 
     def _group_decoding_slots(self, slots: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         """Group the decoding slots (ascending) into runs; ``decode_rows[d]`` is the row of decoding token ``d`` in them."""

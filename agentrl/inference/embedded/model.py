@@ -20,9 +20,12 @@ from agentrl.core.errors import ModelError
 from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_weights
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
+from agentrl.inference.embedded.images import ImageEncoder, ImageFeatures
 from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.hub_tensors import hub_tensors, sent_buffers
+from agentrl.models.image_positions import read_image_positions
+from agentrl.models.image_processor import has_image_processor, load_image_processor
 from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
 from agentrl.models.routing import REPLAYED
@@ -55,11 +58,12 @@ class Model:
         threads: int = 1,
         *,
         batch_invariant: bool = False,
+        trust_remote_code: bool = False,
     ) -> None:
         """Load the model and verify on a few tokens that its log-probabilities are those of transformers.
 
         With ``batch_invariant`` no product is shared among threads, and all have fixed sizes; see
-        `agentrl.models.batch_invariant`.
+        `agentrl.models.batch_invariant`. With ``trust_remote_code`` an image processor may run code of the folder.
 
         Raises:
             ModelError: it cannot be loaded, or its attention is not supported.
@@ -68,9 +72,15 @@ class Model:
         self.end_ids = frozenset(read_end_ids(folder))
         """End tokens of the model."""
         self._model: PreTrainedModel = load_model(folder, dtype)
+        self._decoder: Any = self._model.get_decoder()
+        self.images = self._image_encoder(trust_remote_code=trust_remote_code)
+        """Images of prompts; None: the model takes none."""
         if batch_invariant:
-            make_batch_invariant(self._model, "sampler.embedded.batch_invariant")
-        longest = getattr(self._model.config, "max_position_embeddings", context)
+            # Each image is computed alone.
+            make_batch_invariant(
+                self._model if self.images is None else self._decoder, "sampler.embedded.batch_invariant"
+            )
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", context)
         self.context = min(context, longest)
         embedding: Any = self._model.get_input_embeddings()
         self.vocabulary = int(embedding.weight.shape[0])
@@ -88,8 +98,8 @@ class Model:
         self._tensors = {tensor.name: tensor for tensor in hub_tensors(self._model, shapes)}
         self._buffers = sent_buffers(self._model)
         self._layers = _record_experts(self._model, self.cache)
-        self._check(dtype)
         self._switch = WeightSwitch(self._model)
+        self._check(dtype)
         self.keeps_released_weights = False
         """Whether weights whose memory is released are kept on the CPU, and are there again with it."""
         self._backup: dict[str, Tensor] = {}
@@ -109,27 +119,72 @@ class Model:
             float32 logits ``[K, V]`` of the tokens that are kept, segment by segment, and the order of the segments.
         """
         self._switch.use(adapter)
+        number = 0 if adapter is None else adapter.number
+        features: dict[str, ImageFeatures] = {}
+        for image in {placed.image for segment in segments for placed in segment.images}:
+            assert self.images is not None
+            features[image.digest] = self.images.features(image, number)
         partitions = _partition(segments, self._threads)
         batches = [ForwardBatch([segments[index] for index in partition]) for partition in partitions]
-        futures = [self._pool.submit(self.forward, batch) for batch in batches[1:]]
-        logits = [self.forward(batches[0]), *(future.result() for future in futures)]
+        futures = [self._pool.submit(self.forward, batch, features) for batch in batches[1:]]
+        logits = [self.forward(batches[0], features), *(future.result() for future in futures)]
         order = [partition[at] for partition, batch in zip(partitions, batches, strict=True) for at in batch.order]
         return logits[0] if len(logits) == 1 else torch.cat(logits), order
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return float32 logits ``[K, V]`` of the tokens ``batch.kept``, in the order of ``batch.order``."""
+    def forward(self, batch: ForwardBatch, features: Mapping[str, ImageFeatures] | None = None) -> Tensor:
+        """Return float32 logits ``[K, V]`` of the tokens ``batch.kept``, in the order of ``batch.order``.
+
+        ``features`` are those of the batch's images by digest.
+        """
         self.cache.batch = batch
+        options = {"attention_mask": self._no_mask, "past_key_values": self.cache, "use_cache": True}
         with torch.inference_mode():
-            output = self._model(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                attention_mask=self._no_mask,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=batch.kept,
-            )
-            logits: Tensor = output.logits[0].float()
+            if self.images is None:
+                output = self._model(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    logits_to_keep=batch.kept,
+                    **options,
+                )
+                logits: Tensor = output.logits[0].float()
+            else:
+                inputs = self._image_inputs(batch, features or {})
+                hidden = self._decoder(**inputs, **options).last_hidden_state
+                head: Any = self._model.get_output_embeddings()
+                logits = head(hidden[0, batch.kept]).float()
         return logits
+
+    def _image_inputs(self, batch: ForwardBatch, features: Mapping[str, ImageFeatures]) -> dict[str, Any]:
+        """Return the inputs of the decoder: features of images in place of the embeddings of their tokens."""
+        embedding: Any = self._model.get_input_embeddings()
+        embeddings = embedding(batch.token_ids)
+        rotary = batch.rotary if len(batch.rotary) == 1 else batch.rotary[:, None]
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings[None], "position_ids": rotary}
+        if not batch.images:
+            return inputs
+        deep_layers = len(features[batch.images[0][0].image.digest].deep)
+        deep = [torch.zeros_like(embeddings) for _ in range(deep_layers)]
+        is_image = torch.zeros(len(embeddings), dtype=torch.bool)
+        for placed, rows in batch.images:
+            image_features = features[placed.image.digest]
+            cut = slice(placed.first, placed.first + len(rows))
+            embeddings[rows] = image_features.embeddings[cut]
+            is_image[rows] = True
+            for target, layer in zip(deep, image_features.deep, strict=True):
+                target[rows] = layer[cut]
+        if deep:
+            inputs |= {
+                "visual_pos_masks": is_image[None],
+                "deepstack_visual_embeds": [layer[is_image] for layer in deep],
+            }
+        return inputs
+
+    def _image_encoder(self, *, trust_remote_code: bool) -> ImageEncoder | None:
+        positions = read_image_positions(self.folder)
+        if positions is None or not has_image_processor(self.folder):
+            return None
+        processor = load_image_processor(self.folder, trust_remote_code=trust_remote_code)
+        return ImageEncoder(self._model, positions, processor)
 
     def module_outputs(self, token_ids: NDArray[np.int32]) -> ModuleOutputs:
         """Compute a row in slot 0, which nothing may use, and return the outputs of modules; see `record_module_outputs`."""
@@ -148,17 +203,29 @@ class Model:
         return self._layers > 0
 
     def _check(self, dtype: torch.dtype) -> None:
-        """Compare log-probabilities after a prompt, a copied prefix and a decoded token with transformers' own attention."""
-        tokens = np.random.default_rng(0).integers(0, self.vocabulary, 16).astype(np.int32)
+        """Compare log-probabilities after a prompt, a copied prefix and a decoded token with transformers' own attention.
+
+        With images the prompt has one, which the prefix cuts in two.
+        """
+        ids = np.random.default_rng(0).integers(0, self.vocabulary, 16).astype(np.int32)
+        prompt, reference_inputs = None, dict[str, Tensor]()
+        if self.images is not None:
+            ids, prompt, reference_inputs = self.images.check_prompt(ids)
         with torch.inference_mode():
-            reference_logits = self._model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -2:].float()
-        self._model.set_attn_implementation(ATTENTION)
-        self.cache.bind(self._model)
-        self.forward(ForwardBatch([Segment(0, 0, tokens[:8])]))
-        self.cache.copy(0, 1, 8)
-        copied_prefix_logits = self.forward(ForwardBatch([Segment(1, 8, tokens[8:15])]))
-        decoded_logits = self.forward(ForwardBatch([Segment(1, 15, tokens[15:])]))
-        logits = torch.cat([copied_prefix_logits, decoded_logits])
+            row = torch.from_numpy(ids.astype(np.int64))[None]
+            reference_logits = self._model(input_ids=row, **reference_inputs).logits[0, -2:].float()
+        self._decoder.set_attn_implementation(ATTENTION)
+        self.cache.bind(self._decoder)
+
+        def compute(slot: int, start: int, end: int) -> Tensor:
+            rotary = None if prompt is None else prompt.rotary(start, end)
+            images = () if prompt is None else prompt.segment_images(start, end)
+            return self.compute([Segment(slot, start, ids[start:end], rotary=rotary, images=images)])[0]
+
+        half, last = len(ids) // 2, len(ids) - 1
+        compute(0, 0, half)
+        self.cache.copy(0, 1, half)
+        logits = torch.cat([compute(1, half, last), compute(1, last, last + 1)])
         difference = float((logits.log_softmax(-1) - reference_logits.log_softmax(-1)).abs().max())
         limit = _TOLERANCE.get(dtype, 0.3)
         if not difference <= limit:
@@ -189,6 +256,8 @@ class Model:
     def release_weights(self) -> None:
         """Free the memory of the weights; with `keeps_released_weights` they are kept on the CPU."""
         self._switch.use(None)
+        if self.images is not None:
+            self.images.clear()
         for name, weight in self._weights():
             self._released[name] = weight.shape
             if self.keeps_released_weights:
@@ -234,6 +303,8 @@ class Model:
         """
         self.check_weights([(name, tensor.shape) for name, tensor in named])
         self._switch.use(None)
+        if self.images is not None:
+            self.images.clear()
         state = self._model.state_dict()
         with torch.no_grad():
             for name, tensor in named:

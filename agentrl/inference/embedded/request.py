@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.images import Image, load_image
 from agentrl.inference.embedded.adapters import Adapter
+from agentrl.inference.embedded.forward_batch import Segment
+from agentrl.inference.embedded.images import PromptImages
 from agentrl.inference.embedded.replies import BadRequestError
 
 # Options of SGLang that this engine lacks, with the values that change nothing.
@@ -129,6 +133,8 @@ class Request:
     """uint64; together with a token's position in prompt and output it determines the random number, see `uniforms`."""
     adapter: Adapter | None = None
     """The LoRA adapter that computes it; None: the model's weights alone."""
+    images: PromptImages | None = None
+    """Images of the prompt; None: it has none."""
     experts: NDArray[np.int32] | None = None
     """``[n, layers, K]`` of the tokens from ``experts_from`` on that were computed, when it ends."""
     slot: int = -1
@@ -166,6 +172,18 @@ class Request:
         """Return the token ids of prompt and output."""
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
 
+    def keys(self) -> NDArray[np.int32]:
+        """Return what prompt and output have in the prefix cache: their token ids, with those of images told apart."""
+        return self.tokens() if self.images is None else self.images.keys(self.output)
+
+    def segment(self, start: int, tokens: NDArray[np.int32], kept: int = 1) -> Segment:
+        """Return new tokens of the request, which begin at ``start`` of prompt and output."""
+        if self.images is None:
+            return Segment(self.slot, start, tokens, kept)
+        end = start + len(tokens)
+        rotary, images = self.images.rotary(start, end), self.images.segment_images(start, end)
+        return Segment(self.slot, start, tokens, kept, rotary, images)
+
     def end(self, finish: dict[str, Any]) -> None:
         """Set the finish reason and resolve ``done``."""
         self.finish = finish
@@ -192,6 +210,12 @@ class GenerateInput:
     """``sampling_logprobs_mode``, with ``return_sampling_mask``; None: without."""
     extra_key: str | None = None
     """Only prefixes of requests with the same key are reused."""
+    images: tuple[Image, ...] = ()
+    """``image_data``"""
+    image_spans: tuple[tuple[int, int], ...] | None = None
+    """First token and number of tokens of each image; None: all image tokens are those of images. SGLang has no such field."""
+    returns_prompt: bool = False
+    """``return_prompt_token_ids``"""
 
 
 def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
@@ -225,10 +249,50 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     key = body.get("extra_key")
     if key is not None and not isinstance(key, str):
         raise BadRequestError(f"extra_key={key!r}: the embedded engine takes one string for all prompts")
+    images = _images_per_prompt(body.get("image_data"), len(prompts), batch)
+    spans = body.get("image_spans")
+    if spans is not None and batch:
+        raise BadRequestError("image_spans: the embedded engine takes them for one prompt")
+    shared = {
+        "experts_from": experts_from,
+        "adapter": adapter,
+        "support": support,
+        "extra_key": key,
+        "image_spans": None if spans is None else _spans(spans),
+        "returns_prompt": bool(body.get("return_prompt_token_ids")),
+    }
     return [
-        replace(generate_input, experts_from=experts_from, adapter=adapter, support=support, extra_key=key)
-        for generate_input in inputs
+        replace(generate_input, **shared, images=prompt_images)
+        for generate_input, prompt_images in zip(inputs, images, strict=True)
     ], batch
+
+
+def _images_per_prompt(data: Any, count: int, batch: bool) -> list[tuple[Image, ...]]:
+    """Return the images of each prompt: a string or a list of strings for one, a list of these for several."""
+    if data is None:
+        return [()] * count
+    per_prompt = data if batch else [data]
+    if not isinstance(per_prompt, list) or len(per_prompt) != count:
+        raise BadRequestError(f"image_data must have an entry for each of the {count} prompts")
+    entries = [[] if entry is None else entry if isinstance(entry, list) else [entry] for entry in per_prompt]
+    return [tuple(_image(text) for text in prompt_entries) for prompt_entries in entries]
+
+
+def _image(text: Any) -> Image:
+    if not isinstance(text, str):
+        raise BadRequestError(f"image_data holds {text!r:.100}: the embedded engine takes data: URLs and base64")
+    try:
+        return load_image(text if text.startswith("data:") else base64.b64decode(text, validate=True))
+    except ValueError as error:
+        raise BadRequestError(f"image_data: {error}") from error
+
+
+def _spans(spans: Any) -> tuple[tuple[int, int], ...]:
+    if not isinstance(spans, list) or not all(
+        isinstance(span, list) and len(span) == 2 and all(isinstance(number, int) for number in span) for span in spans
+    ):
+        raise BadRequestError(f"image_spans={spans!r:.100} must be a list of [first token, number of tokens]")
+    return tuple((start, length) for start, length in spans)
 
 
 def _support_mode(body: Mapping[str, object]) -> str | None:
@@ -252,9 +316,8 @@ def _input(prompt: Any, params: Any, rid: Any, logprobs: Any, start: Any) -> Gen
     name, scored = rid or uuid.uuid4().hex, start not in (-1, None)
     if not scored:
         return GenerateInput(prompt, SamplingOptions.parse(params), name, bool(logprobs))
-    last = len(prompt) - 1 if isinstance(prompt, list) else -1
-    if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= last:
-        raise BadRequestError(f"logprob_start_len={start!r} is not the index of one of the {last + 1} input_ids")
+    if not isinstance(start, int) or isinstance(start, bool) or start < 0:
+        raise BadRequestError(f"logprob_start_len={start!r} is not the index of one of the input_ids")
     options = dict(params) if isinstance(params, Mapping) else {}
     if not logprobs or options.pop("max_new_tokens", None) != 0:
         raise BadRequestError(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from agentrl.inference.embedded.adapters import Adapter, AdapterTable
 from agentrl.inference.embedded.forward_batch import Segment
+from agentrl.inference.embedded.images import PromptImages
 from agentrl.inference.embedded.kv_slots import NoSlot, SlotAssignment, SlotTable
 from agentrl.inference.embedded.model import Model
 from agentrl.inference.embedded.replies import BadRequestError
@@ -72,9 +73,14 @@ class Scheduler:
         Raises:
             BadRequestError: the model can never serve it.
         """
-        count, context = len(prompt.token_ids), self.model.context
-        if not count or not all(isinstance(token, int) for token in prompt.token_ids):
+        if not prompt.token_ids or not all(isinstance(token, int) for token in prompt.token_ids):
             raise BadRequestError("input_ids must be a list of token ids, or of such lists")
+        token_ids, images = self._place_images(prompt)
+        count, context = len(token_ids), self.model.context
+        if prompt.score_from is not None and not 0 <= prompt.score_from < count:
+            raise BadRequestError(
+                f"logprob_start_len={prompt.score_from} is not the index of one of the {count} input_ids"
+            )
         if count >= context:
             raise BadRequestError(
                 f"The input ({count} tokens) is longer than the model's context length ({context} tokens)."
@@ -90,7 +96,7 @@ class Scheduler:
                 f"routed_experts_start_len={prompt.experts_from} with {count} input_ids: the model has no experts that can be "
                 "returned, or the prompt no such token"
             )
-        outside = next((token for token in prompt.token_ids if not 0 <= token < self.model.vocabulary), None)
+        outside = next((token for token in token_ids if not 0 <= token < self.model.vocabulary), None)
         if outside is not None:
             raise BadRequestError(f"token id {outside} is outside the vocabulary of {self.model.vocabulary}")
         options = prompt.options
@@ -98,17 +104,28 @@ class Scheduler:
         ends: frozenset[int] = frozenset() if options.ignore_eos else options.stop_token_ids | self.model.end_ids
         request = Request(
             input=prompt,
-            prompt=np.array(prompt.token_ids, np.int32),
+            prompt=np.array(token_ids, np.int32),
             done=asyncio.get_running_loop().create_future(),
             limit=limit,
             stop_ids=ends,
             may_stop=self._stops.may_complete(options.stop) if options.stop else None,
             seed=as_uint64(self._new_seed() if options.sampling_seed is None else options.sampling_seed),
             adapter=None if prompt.adapter is None else self.adapters.get(prompt.adapter),
+            images=images,
         )
         self._waiting.append(request)
         self._wake.set()
         return request
+
+    def _place_images(self, prompt: GenerateInput) -> tuple[list[int], PromptImages | None]:
+        """Return the ids of a prompt with the tokens of its images in full, and its images."""
+        if not prompt.images:
+            return prompt.token_ids, None
+        if self.model.images is None:
+            raise BadRequestError(
+                f"image_data: the model {self.model.folder} takes no images, or has no image processor"
+            )
+        return self.model.images.place(prompt.token_ids, prompt.images, prompt.image_spans)
 
     def _new_seed(self) -> int:
         return int(self._seeds.integers(1 << 63))
@@ -154,7 +171,8 @@ class Scheduler:
         if request.experts is not None:
             meta["routed_experts"] = base64.b64encode(request.experts.tobytes()).decode("ascii")
         text = self._stops.text(ids, trimmed, skip_special=options.skip_special_tokens)
-        return {"text": text, "output_ids": request.output, "meta_info": meta}
+        reply = {"text": text, "output_ids": request.output, "meta_info": meta}
+        return reply | {"prompt_token_ids": request.prompt.tolist()} if request.input.returns_prompt else reply
 
     # The loop
 
@@ -178,7 +196,8 @@ class Scheduler:
         if self._paused is not None or self._released:
             return False
         segments = [
-            Segment(r.slot, int(self._table.held[r.slot]), np.array(r.output[-1:], np.int32)) for r in self._running
+            request.segment(int(self._table.held[request.slot]), np.array(request.output[-1:], np.int32))
+            for request in self._running
         ]
         for request, segment in zip(self._running, segments, strict=True):
             self._table.append(request.slot, int(segment.tokens[0]))
@@ -235,7 +254,7 @@ class Scheduler:
             tokens = request.tokens()
             adapter = 0 if request.adapter is None else request.adapter.number
             namespace = self._namespaces.setdefault((adapter, request.input.extra_key), len(self._namespaces))
-            assigned = self._table.assign(tokens, request.score_from, namespace)
+            assigned = self._table.assign(request.keys(), request.score_from, namespace)
             if assigned is NoSlot.FULL:
                 break
             self._waiting.popleft()
@@ -249,7 +268,7 @@ class Scheduler:
             request.cached = cached if request.cached < 0 else request.cached
             logit_count = 1 if request.score_from is None else len(tokens) - request.score_from
             logits -= logit_count * self.model.vocabulary
-            segments.append(Segment(slot, cached, tokens[cached:], logit_count))
+            segments.append(request.segment(cached, tokens[cached:], logit_count))
             budget -= len(tokens) - cached
             self._running.append(request)
         self._waiting.extendleft(reversed(deferred))

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from agentrl.config.engine_groups import engine_group, training_engines
 from agentrl.config.sampler import SamplerConfig
-from agentrl.core.errors import ConfigError, EngineError
+from agentrl.core.errors import ConfigError, EngineError, EngineLostError, SamplerError
+from agentrl.core.types import SamplingParams
 from agentrl.inference.base import EngineControl
 from agentrl.inference.client.generation import GenerationClient
 from agentrl.inference.client.prefix_ages import age_metrics
@@ -119,7 +120,8 @@ class Fleet:
 
         Raises:
             EngineError: an engine does not start; the message has its last log lines.
-            ConfigError: no healthy engine answers at an address of ``sampler.url``, or one holds less than ``max_tokens``.
+            ConfigError: no healthy engine answers at an address of ``sampler.url``, or one holds less than ``max_tokens``, or
+                has other tokens for images than the policy's.
         """
         if self._sglang_router is not None:
             await self._sglang_router.start()
@@ -139,6 +141,7 @@ class Fleet:
                 if isinstance(result, BaseException):
                     raise result
         await asyncio.gather(*(self._check_length(engine) for engine in self._engines))
+        await asyncio.gather(*(self._check_images(engine) for engine in self._engines))
         for engine in self._engines:
             self._router.add(engine.name, engine.client)
         self._health.start()
@@ -290,3 +293,18 @@ class Fleet:
                 f"at most {most} tokens: lower rollout.max_tokens, or raise the engine's context "
                 "(sampler.sglang.context_length) or the memory for its KV cache (sampler.sglang.mem_fraction_static)"
             )
+
+    async def _check_images(self, engine: Engine) -> None:
+        """Raise `ConfigError` if an engine takes no images, or expands them to other tokens than the policy's processor."""
+        prompt = None if self.vocabulary is None else self.vocabulary.image_prompt
+        if prompt is None:
+            return
+        params, name = SamplingParams(max_new_tokens=1), f"images-{engine.name}"
+        try:
+            await engine.client.generate(prompt, params, session_id=name, request_id=name)
+        except EngineLostError:
+            raise
+        except SamplerError as error:
+            raise ConfigError(
+                f"{engine.name} at {engine.client.url} takes no prompt with images, as those of model.path have: {error}"
+            ) from error
