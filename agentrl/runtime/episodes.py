@@ -11,7 +11,7 @@ from agentrl.config.schema import Config
 from agentrl.core.chat_endpoint import ChatEndpoint
 from agentrl.core.registry import env_class, make_any_env
 from agentrl.core.sampler import Sampler
-from agentrl.core.types import SamplingParams
+from agentrl.core.types import Prompt, SamplingParams, message_with_images
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.custom_loop import Generate, load_generate
 from agentrl.episode.failure_policy import FailurePolicy
@@ -20,6 +20,7 @@ from agentrl.episode.participants import SeatProgram
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.models.image_positions import read_image_positions
+from agentrl.models.image_processor import has_image_processor, load_image_processor
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
@@ -42,11 +43,22 @@ def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary
     """
     end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
     tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    renderer = make_renderer(tokenizer, config.render, end_ids)
+    trust = config.model.trust_remote_code
+    load_images = partial(load_image_processor, model, trust_remote_code=trust) if has_image_processor(model) else None
+    renderer = make_renderer(tokenizer, config.render, end_ids, load_images=load_images)
     routing = read_routing(model) if config.algo.replays_routing else None
     images = read_image_positions(model)
     image_token = None if images is None else images.image_token_id
-    return renderer, Vocabulary(read_vocab_size(model), renderer.decode, routing, image_token)
+    image_prompt = _image_prompt(renderer) if image_token is not None and renderer.reads_images else None
+    return renderer, Vocabulary(read_vocab_size(model), renderer.decode, routing, image_token, image_prompt)
+
+
+def _image_prompt(renderer: ChatRenderer) -> Prompt:
+    """Return a prompt with two images of different shapes, which engines must expand as the policy's processor does."""
+    from PIL import Image as pil
+
+    wide, high = (pil.linear_gradient("L").resize(size).convert("RGB") for size in ((96, 64), (40, 72)))
+    return renderer.render((message_with_images("user", wide, high),))
 
 
 def make_runner(

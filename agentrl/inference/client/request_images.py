@@ -11,7 +11,7 @@ import io
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import cast
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.images import Image, ImageSpan, PlacedImage, load_image
@@ -21,8 +21,8 @@ _CACHED_IMAGES = 256
 
 
 def with_images(
-    body: Mapping[str, Any], images: Sequence[PlacedImage], image_token_id: int | None, name: str
-) -> dict[str, Any]:
+    body: Mapping[str, object], images: Sequence[PlacedImage], image_token_id: int | None, name: str
+) -> dict[str, object]:
     """Return the body of a request with the images of its prompt.
 
     Args:
@@ -41,9 +41,9 @@ def with_images(
             f"request {name} has {len(images)} images, and the policy's model takes none: set model.path to a vision-language "
             "model, or remove the images from tasks and tool results"
         )
-    token_ids: list[int] = body["input_ids"]
+    token_ids = cast(list[int], body["input_ids"])
     spans = [placed.span for placed in images]
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "image_data": [_opaque(placed.image).data_url for placed in images],
         _RETURN_PROMPT: True,
     }

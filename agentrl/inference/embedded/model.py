@@ -72,7 +72,9 @@ class Model:
         self.end_ids = frozenset(read_end_ids(folder))
         """End tokens of the model."""
         self._model: PreTrainedModel = load_model(folder, dtype)
-        self._decoder: Any = self._model.get_decoder()
+        model: Any = self._model
+        self._decoder: Any = model.get_decoder()
+        self._head: Any = model.get_output_embeddings()
         self.images = self._image_encoder(trust_remote_code=trust_remote_code)
         """Images of prompts; None: the model takes none."""
         if batch_invariant:
@@ -150,16 +152,15 @@ class Model:
             else:
                 inputs = self._image_inputs(batch, features or {})
                 hidden = self._decoder(**inputs, **options).last_hidden_state
-                head: Any = self._model.get_output_embeddings()
-                logits = head(hidden[0, batch.kept]).float()
+                logits = self._head(hidden[0, batch.kept]).float()
         return logits
 
-    def _image_inputs(self, batch: ForwardBatch, features: Mapping[str, ImageFeatures]) -> dict[str, Any]:
+    def _image_inputs(self, batch: ForwardBatch, features: Mapping[str, ImageFeatures]) -> dict[str, object]:
         """Return the inputs of the decoder: features of images in place of the embeddings of their tokens."""
         embedding: Any = self._model.get_input_embeddings()
         embeddings = embedding(batch.token_ids)
         rotary = batch.rotary if len(batch.rotary) == 1 else batch.rotary[:, None]
-        inputs: dict[str, Any] = {"inputs_embeds": embeddings[None], "position_ids": rotary}
+        inputs: dict[str, object] = {"inputs_embeds": embeddings[None], "position_ids": rotary}
         if not batch.images:
             return inputs
         deep_layers = len(features[batch.images[0][0].image.digest].deep)

@@ -253,21 +253,24 @@ def parse_generate(body: Mapping[str, Any]) -> tuple[list[GenerateInput], bool]:
     spans = body.get("image_spans")
     if spans is not None and batch:
         raise BadRequestError("image_spans: the embedded engine takes them for one prompt")
-    shared = {
-        "experts_from": experts_from,
-        "adapter": adapter,
-        "support": support,
-        "extra_key": key,
-        "image_spans": None if spans is None else _spans(spans),
-        "returns_prompt": bool(body.get("return_prompt_token_ids")),
-    }
+    image_spans = None if spans is None else _spans(spans)
+    returns_prompt = bool(body.get("return_prompt_token_ids"))
     return [
-        replace(generate_input, **shared, images=prompt_images)
+        replace(
+            generate_input,
+            experts_from=experts_from,
+            adapter=adapter,
+            support=support,
+            extra_key=key,
+            images=prompt_images,
+            image_spans=image_spans,
+            returns_prompt=returns_prompt,
+        )
         for generate_input, prompt_images in zip(inputs, images, strict=True)
     ], batch
 
 
-def _images_per_prompt(data: Any, count: int, batch: bool) -> list[tuple[Image, ...]]:
+def _images_per_prompt(data: object, count: int, batch: bool) -> list[tuple[Image, ...]]:
     """Return the images of each prompt: a string or a list of strings for one, a list of these for several."""
     if data is None:
         return [()] * count
@@ -278,7 +281,7 @@ def _images_per_prompt(data: Any, count: int, batch: bool) -> list[tuple[Image, 
     return [tuple(_image(text) for text in prompt_entries) for prompt_entries in entries]
 
 
-def _image(text: Any) -> Image:
+def _image(text: object) -> Image:
     if not isinstance(text, str):
         raise BadRequestError(f"image_data holds {text!r:.100}: the embedded engine takes data: URLs and base64")
     try:
@@ -287,7 +290,7 @@ def _image(text: Any) -> Image:
         raise BadRequestError(f"image_data: {error}") from error
 
 
-def _spans(spans: Any) -> tuple[tuple[int, int], ...]:
+def _spans(spans: object) -> tuple[tuple[int, int], ...]:
     if not isinstance(spans, list) or not all(
         isinstance(span, list) and len(span) == 2 and all(isinstance(number, int) for number in span) for span in spans
     ):
