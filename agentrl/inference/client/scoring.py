@@ -78,7 +78,7 @@ class ScoringClient:
             return await self._send(body, sent_body, self._image_token_id if images else None)
 
     async def _send(
-        self, body: Mapping[str, Any], sent_body: dict[str, Any], image_token_id: int | None
+        self, body: Mapping[str, object], sent_body: Mapping[str, object], image_token_id: int | None
     ) -> NDArray[np.float32]:
         for attempt in itertools.count(1):
             try:
