@@ -68,7 +68,7 @@ def scores_of(policy: PolicyModel, temperature: float) -> tuple[torch.Tensor, li
     batch = pack_rows(make_rows(LENGTHS), {"r0": 1.0, "r1": 1.0, "r2": 1.0}, data_parallel_size=1, tokens_per_micro=128)
     [[micro]] = batch.micro
     at_N = ((micro.row_L >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-    scores_N, _ = policy(micro, at_N.numpy(), temperature)
+    scores_N = policy(micro, at_N.numpy(), temperature)[0]
     rows = range(len(LENGTHS))
     ids = [micro.token_ids_L[micro.row_L == row] for row in rows]
     return torch.cat([scores_N[micro.row_L[at_N] == row] for row in rows]), ids

@@ -105,7 +105,7 @@ def test_packed_logprobs_equal_a_plain_forward_of_each_row(tmp_path, family):
     [micro] = batch.micro[0]
     row = micro.row_L
     at = ((row >= 0) & (micro.position_ids_L > 0)).nonzero()[:, 0]
-    actual_policy, entropy = policy(micro, at.numpy(), 0.7, entropy=True)
+    actual_policy, entropy, _ = policy(micro, at.numpy(), 0.7, entropy=True)
     assert len(micro.keys) == 6
     for number in range(6):
         ids = micro.token_ids_L[row == number]
