@@ -23,6 +23,7 @@ from agentrl.project_template import create_project
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "faiss": "faiss-cpu",
     "huggingface_hub": "huggingface-hub",
     "megatron": "megatron-core",

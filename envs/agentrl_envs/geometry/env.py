@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-from PIL import Image as pil
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from agentrl import (
     Action,
@@ -24,6 +22,9 @@ from agentrl import (
 from agentrl.core.images import IMAGE_MARK, load_image
 
 from .picture import BOX_UNITS, box_fault, crop_picture, encode
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
 
 PICTURE, QUESTION = "{picture}", "{question}"
 PROMPT = (
@@ -104,7 +105,7 @@ class GeometryEnv(Env):
                 f"the answer {self.task.answer!r:.80}"
             )
         try:
-            self._picture: pil.Image = images[0].to_pil()
+            self._picture: PilImage = images[0].to_pil()
         except ValueError as error:
             raise TaskError(f"task {self.task.id!r}: {error}") from None
         question = self.task.question.replace(IMAGE_MARK, "").strip()
@@ -155,6 +156,8 @@ class GeometryEnv(Env):
     @classmethod
     def example_task(cls) -> Task:
         """Return a question about a picture of one color."""
+        from PIL import Image as pil
+
         red = load_image(pil.new("RGB", (64, 64), (214, 40, 40)))
         return Task("example", (Message("user", f"{IMAGE_MARK}Which color is this?", images=(red,)),), answer="red")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-
-from PIL import Image as pil
+from typing import TYPE_CHECKING
 
 from agentrl.core.images import Image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
 
 BOX_UNITS = 1000
 """Width and height of a picture in the units of boxes, whatever its pixels."""
@@ -32,7 +34,7 @@ def box_fault(box: Sequence[int]) -> str:
     return ""
 
 
-def crop_picture(picture: pil.Image, box: Sequence[int], view_px: int) -> pil.Image:
+def crop_picture(picture: PilImage, box: Sequence[int], view_px: int) -> PilImage:
     """Return a part of a picture, its longer side ``view_px`` pixels long.
 
     Pixels are repeated where it is enlarged, and their mean is taken where it is reduced. Edges of the box that are between
@@ -44,10 +46,12 @@ def crop_picture(picture: pil.Image, box: Sequence[int], view_px: int) -> pil.Im
     x_end, y_end = max(x_end, x + 1), max(y_end, y + 1)
     scale = view_px / max(x_end - x, y_end - y)
     size = (max(1, round((x_end - x) * scale)), max(1, round((y_end - y) * scale)))
-    return picture.crop((x, y, x_end, y_end)).resize(size, pil.Resampling.BOX)
+    from PIL.Image import Resampling
+
+    return picture.crop((x, y, x_end, y_end)).resize(size, Resampling.BOX)
 
 
-def encode(picture: pil.Image) -> Image:
+def encode(picture: PilImage) -> Image:
     """Return a picture as a PNG, compressed fast."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG", compress_level=1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from PIL import Image, ImageDraw
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw
 
 PICTURE_PX = 256
 """Width and height of a picture."""
@@ -86,6 +88,8 @@ def cell_of(scene: Scene, figure: Figure) -> tuple[int, int]:
 
 def draw_scene(scene: Scene) -> Image.Image:
     """Return a scene as a picture of `PICTURE_PX` pixels a side, with a palette: that is encoded fastest."""
+    from PIL import Image, ImageDraw
+
     image = Image.new("P", (PICTURE_PX, PICTURE_PX), _BACKGROUND)
     line = tuple(value - _LINE_SHADE for value in scene.background)
     image.putpalette([value for color in (scene.background, line, *COLORS.values(), _BLACK, _WHITE) for value in color])
