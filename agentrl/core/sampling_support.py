@@ -65,7 +65,7 @@ class SamplingSupport:
         return SamplingSupport(counts, self.token_ids[index], None if self.logprobs is None else self.logprobs[index])
 
     def contains(self, token_ids_T: TokenIds) -> NDArray[np.bool_]:
-        """Return ``[T]`` whether each token is one of its own ids; False without any."""
+        """Return ``[T]`` whether each token is among its ids; False without any."""
         is_token = self.token_ids == np.repeat(token_ids_T, self.counts)
         is_contained = np.zeros(len(self.counts), np.bool_)
         is_contained[np.repeat(np.arange(len(self.counts)), self.counts)[is_token]] = True
@@ -78,7 +78,7 @@ class SamplingSupport:
         return len(np.unique(keys)) < len(keys)
 
     def sampled_logprobs(self, token_ids_T: TokenIds) -> NDArray[np.float32]:
-        """Return ``[T]`` the log-probability of each token, which must be one of its own ids."""
+        """Return ``[T]`` the log-probability of each token, which must be among its ids."""
         assert self.logprobs is not None, "the support was recorded without log-probabilities"
         is_token = self.token_ids == np.repeat(token_ids_T, self.counts)
         logprobs_T: NDArray[np.float32] = self.logprobs[is_token]

@@ -216,6 +216,11 @@ def _teacher_rows(teacher: Teacher, rollouts: Sequence[Rollout]) -> tuple[list[R
 
 async def _score_at_server(teacher: Teacher, client: ScoringClient, rows: Sequence[Row]) -> Scores:
     async def score(row: Row) -> NDArray[np.float32]:
+        if row.images:
+            raise ConfigError(
+                f"rollout {row.key.rollout_id} has images, and a teacher at a server would score it without them; set "
+                f"{KEY}={{}}, or train on tasks without images"
+            )
         at = np.flatnonzero(row.mask[1:]) + 1
         start, end = int(at[0]), int(at[-1]) + 1
         values = np.zeros(len(row.mask), np.float32)
