@@ -51,14 +51,17 @@ def run(arguments: argparse.Namespace) -> None:
         TemplateError: no conversation can be trained with the template, or it leaves out what is said.
     """
     loaded = _config(arguments)
+    from agentrl.models.image_processor import image_processor_loader
     from agentrl.models.load import load_tokenizer, read_end_ids
     from agentrl.models.resolve import resolve_model
     from agentrl.render.template_check.check import check_template
 
     path = Path(arguments.tokenizer).expanduser()
     folder = path.resolve() if path.is_dir() else resolve_model(arguments.tokenizer, "--tokenizer", fetch=False)
-    tokenizer = load_tokenizer(folder, "--tokenizer", trust_remote_code=loaded.model.trust_remote_code)
-    findings = check_template(tokenizer, loaded.render, read_end_ids(folder))
+    trust = loaded.model.trust_remote_code
+    tokenizer = load_tokenizer(folder, "--tokenizer", trust_remote_code=trust)
+    load_images = image_processor_loader(folder, trust_remote_code=trust)
+    findings = check_template(tokenizer, loaded.render, read_end_ids(folder), load_images=load_images)
     console = make_console()
     if arguments.json:
         console.print_json(json.dumps({**asdict(findings), "summary": findings.summary()}))

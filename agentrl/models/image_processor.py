@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -229,6 +230,13 @@ class ImageProcessor:
 def has_image_processor(folder: Path) -> bool:
     """Return whether a model folder describes an image processor."""
     return any("image_processor_type" in settings or "image_processor" in settings for settings in _settings(folder))
+
+
+def image_processor_loader(folder: Path, *, trust_remote_code: bool = False) -> Callable[[], ImageProcessor] | None:
+    """Return a function that loads a model's image processor; None if the model reads text only."""
+    if not has_image_processor(folder):
+        return None
+    return partial(load_image_processor, folder, trust_remote_code=trust_remote_code)
 
 
 def load_image_processor(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConfigError
-from agentrl.models.image_processor import ImageProcessor, has_image_processor, load_image_processor
+from agentrl.models.image_processor import ImageProcessor, image_processor_loader
 from agentrl.models.load import load_tokenizer, read_end_ids
 from agentrl.render.formats.base import Format
 from agentrl.render.formats.chatml import ChatMl, Qwen25
@@ -55,10 +54,8 @@ def load_renderer(folder: Path, config: RenderConfig | None = None, *, trust_rem
         ConfigError, MissingError: see `make_renderer`.
     """
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-    load_images = partial(load_image_processor, folder, trust_remote_code=trust_remote_code)
-    return make_renderer(
-        tokenizer, config, read_end_ids(folder), load_images=load_images if has_image_processor(folder) else None
-    )
+    load_images = image_processor_loader(folder, trust_remote_code=trust_remote_code)
+    return make_renderer(tokenizer, config, read_end_ids(folder), load_images=load_images)
 
 
 def make_renderer(

@@ -20,7 +20,7 @@ from agentrl.episode.participants import SeatProgram
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.models.image_positions import read_image_positions
-from agentrl.models.image_processor import has_image_processor, load_image_processor
+from agentrl.models.image_processor import image_processor_loader
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
@@ -42,9 +42,9 @@ def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary
         model: folder of the tokenizer.
     """
     end_ids = [index for path in (model, *resolve_frozen(config).values()) for index in read_end_ids(path)]
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     trust = config.model.trust_remote_code
-    load_images = partial(load_image_processor, model, trust_remote_code=trust) if has_image_processor(model) else None
+    tokenizer = load_tokenizer(model, trust_remote_code=trust)
+    load_images = image_processor_loader(model, trust_remote_code=trust)
     renderer = make_renderer(tokenizer, config.render, end_ids, load_images=load_images)
     routing = read_routing(model) if config.algo.replays_routing else None
     images = read_image_positions(model)

@@ -28,23 +28,26 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         ModelError: there is no template, and the prompts need one.
     """
     # takes half a second to import, and a refused run does not need it
+    from agentrl.models.image_processor import image_processor_loader
     from agentrl.models.load import load_tokenizer, read_end_ids
     from agentrl.render.probes import Arrival
     from agentrl.render.registry import make_renderer
     from agentrl.render.template_check.check import check_template
 
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    trust = config.model.trust_remote_code
+    tokenizer = load_tokenizer(model, trust_remote_code=trust)
     if config.data.path is not None and not config.data.apply_chat_template:
         bos = tokenizer.bos_token if tokenizer.encode("a")[:1] == [tokenizer.bos_token_id] else None
         without_bos = (
             f"; they get no {bos}, with which the tokenizer starts texts: write it into the prompts" if bos else ""
         )
         return f"not used: prompts are given as they are (data.apply_chat_template=false){without_bos}"
-    end_ids = read_end_ids(model)
-    findings = check_template(tokenizer, config.render, end_ids)
+    end_ids, load_images = read_end_ids(model), image_processor_loader(model, trust_remote_code=trust)
+    findings = check_template(tokenizer, config.render, end_ids, load_images=load_images)
     if config.rollout.loop is not None:  # what it sends is known when it sends it
         return findings.summary()
-    renderer, refused = make_renderer(tokenizer, config.render, end_ids), list[ConversationError | ModelError]()
+    renderer = make_renderer(tokenizer, config.render, end_ids, load_images=load_images)
+    refused = list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
     prompts = [prompt for task in tried if (prompt := first_prompt(config.env, config.run.seed, task))]
     tools, too_long = policy_tools(config), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agentrl.config.model import RenderConfig
 from agentrl.core.types import THINK, THINK_END, ForkReason
+from agentrl.models.image_processor import ImageProcessor
 from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.probes import Arrival, arrivals
@@ -168,7 +169,11 @@ class Findings:
 
 
 def check_template(
-    tokenizer: PreTrainedTokenizerBase, config: RenderConfig | None = None, end_ids: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    config: RenderConfig | None = None,
+    end_ids: Sequence[int] = (),
+    *,
+    load_images: Callable[[], ImageProcessor] | None = None,
 ) -> Findings:
     """Return properties of a tokenizer's chat template under a ``render`` section, found with probe conversations.
 
@@ -176,12 +181,13 @@ def check_template(
         tokenizer: tokenizer of the policy; ``render.chat_template``, if set, replaces its chat template.
         config: the ``render`` section; its defaults if None.
         end_ids: the model's own end tokens.
+        load_images: loads the model's image processor; None if it reads text only.
 
     Raises:
         ConfigError, ModelError, MissingError: see `agentrl.render.registry.make_renderer`.
     """
     config = config or RenderConfig()
-    renderer = make_renderer(tokenizer, config, end_ids)
+    renderer = make_renderer(tokenizer, config, end_ids, load_images=load_images)
     template = renderer.format
     if config.keep_thinking or (config.format == "auto" and not isinstance(template, TemplateFormat)):
         format_name = "template" if config.format == "auto" and tokenizer.chat_template else config.format

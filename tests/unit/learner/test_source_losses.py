@@ -138,7 +138,7 @@ def test_a_loss_sees_the_sequences_of_its_micro_batch_alone() -> None:
     for micro in batch.micro[0]:
         at_N = micro.mask_L.nonzero()[:, 0]
         logprobs_N = micro.logprobs_L[at_N]
-        loss(batch, micro, at_N, (logprobs_N, None), reference_N=logprobs_N)
+        loss(batch, micro, at_N, (logprobs_N, None, None), reference_N=logprobs_N)
     assert counts == [len({*micro.sequences}) for micro in batch.micro[0]]
     assert sum(counts) < len(counts) * len(batch.sequence_sizes)
 
