@@ -117,24 +117,45 @@ def fit_to_gpu(
         return config, []
     from agentrl.learner.device import gpu_bytes
 
-    choices, share = [*_memory_choices(config)], FITS_SHARED if config.placement.shares_gpus else FITS
+    choices = [*_memory_choices(config)]
     if len(choices) == 1 or (gpu := (gpu_memory or gpu_bytes)()) is None:
         return config, []
     critic_folder = resolve_critic(config.algo, folder, fetch=False) if critic else None
+    limit, beside = memory_limit(config, gpu)
     sizes, estimate = dict[MemoryChoice, int](), memory_estimator(config, folder, critic_folder)
     for choice in choices:
         sizes[choice] = estimate(choice.apply(config), True).total
-        if sizes[choice] <= share * gpu:
+        if sizes[choice] <= limit:
             break
     else:
         choice = min(sizes, key=lambda choice: sizes[choice])
-    lines = [f"{'fits':<13}{choice}: about {sizes[choice] / 2**30:.1f} GiB of the {gpu / 2**30:.1f} of a GPU"]
-    if sizes[choice] > share * gpu:
+    size = f"about {sizes[choice] / 2**30:.1f} GiB of the {gpu / 2**30:.1f} of a GPU{beside}"
+    lines = [f"{'fits':<13}{choice}: {size}"]
+    if sizes[choice] > limit:
         lines.append(
-            f"warning: more than {share:.0%} of a GPU; learner.cpu_offload=optimizer, more learner.ranks or a lower "
-            "batch.tokens_per_micro need less"
+            f"warning: more than the {max(0.0, limit) / 2**30:.1f} GiB that it may need; learner.cpu_offload=optimizer, more "
+            "learner.ranks or a lower batch.tokens_per_micro need less"
         )
     return choice.apply(config), lines
+
+
+def memory_limit(config: Config, gpu_bytes: int) -> tuple[float, str]:
+    """Return the bytes of a GPU that a rank of the learner may need by the estimate, and words on an engine beside it.
+
+    With ``placement.mode=separate`` on a machine with one GPU, an engine keeps its share of it while the learner trains.
+    """
+    if config.placement.shares_gpus:
+        return FITS_SHARED * gpu_bytes, ""
+    share = config.sampler.memory_share
+    if share is None or not _engine_is_on_the_only_gpu(config):
+        return FITS * gpu_bytes, ""
+    return (FITS - share) * gpu_bytes, f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
+
+
+def _engine_is_on_the_only_gpu(config: Config) -> bool:
+    from agentrl.cluster.placement_layout import gpus_here
+
+    return config.sampler.device == "cuda" and not config.sampler.urls and gpus_here() == 1
 
 
 @dataclass(frozen=True, slots=True)

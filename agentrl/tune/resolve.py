@@ -12,7 +12,7 @@ from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
 from agentrl.models.reference_policy import resolve_critic
-from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, estimate_memory, fit_to_gpu, memory_limit
 from agentrl.tune.search import Settings
 from agentrl.weight_sync.registry import transport_faults
 
@@ -74,18 +74,8 @@ def check_memory(config: Config, model: Path, gpu_bytes: int) -> None:
         ConfigError: it does not.
     """
     learner = estimate_memory(config, model, resolve_critic(config.algo, model))[0].total
-    limit, sharing, share = FITS * gpu_bytes, "", config.sampler.memory_share
-    if config.placement.mode == "separate" and _shares_one(config) and share is not None:
-        limit -= share * gpu_bytes
-        sharing = f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
+    limit, beside = memory_limit(config, gpu_bytes)
     if learner > limit:
         raise ConfigError(
-            f"the learner would need about {learner / 2**30:.1f} GiB of {max(0.0, limit) / 2**30:.1f} GiB of a GPU{sharing}"
+            f"the learner would need about {learner / 2**30:.1f} GiB of {max(0.0, limit) / 2**30:.1f} GiB of a GPU{beside}"
         )
-
-
-def _shares_one(config: Config) -> bool:
-    """Whether engines and learner are on one GPU, and neither releases its memory."""
-    from agentrl.cluster.placement_layout import gpus_here
-
-    return config.sampler.device == "cuda" and not config.sampler.urls and gpus_here() == 1

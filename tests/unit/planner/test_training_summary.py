@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
@@ -48,6 +49,18 @@ def test_the_fastest_that_fits_is_chosen(
     assert f"batch.tokens_per_micro={chosen[0]} learner.recompute={chosen[1]}" in line
     assert f"of the {gib} of a GPU" in line
     assert estimate_memory(config, folder)[0].total <= FITS * gib * 2**30
+
+
+@pytest.mark.parametrize(("gpus", "chosen"), [(1, (14336, "8bit")), (2, (16384, "float32"))])
+def test_an_engine_on_the_only_gpu_keeps_its_share(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, chosen: tuple[int, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    engine = ["sampler.backend=sglang", "sampler.sglang.device=cuda", "sampler.sglang.mem_fraction_static=0.4"]
+    config, [line] = fit_to_gpu(load_config(None, [*ON_A_GPU, *engine]), folder, lambda: int(139.8 * 2**30))
+    assert (config.batch.tokens_per_micro, config.learner.optimizer.state) == chosen
+    assert line.endswith("beside an engine with sampler.sglang.mem_fraction_static=0.4") == (gpus == 1)
+    assert estimate_memory(config, folder)[0].total <= (FITS - 0.4 * (gpus == 1)) * 139.8 * 2**30
 
 
 @pytest.mark.parametrize(("overrides", "warns"), [([], True), (["learner.cpu_offload=optimizer"], False)])
