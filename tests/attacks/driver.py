@@ -1,4 +1,4 @@
-"""Runs in the outer world, as ``python -m attacks.driver OUTER BACKEND IMAGE``: all attacks, then all controls.
+"""Runs in the outer world, as ``python -m attacks.driver OUTER BACKEND IMAGE WHICH``: all attacks, then all controls if chosen.
 
 Prints one JSON object a line: first what `outer_sandbox.prove` found, then a `Result` for every attack and every control.
 """
@@ -287,15 +287,16 @@ async def bare(attack: Attack, world: World, control: Bare, opener: SandboxBacke
     return Result(attack.name, True, success, f"exit {process.returncode}", output, time.monotonic() - began, "42")
 
 
-async def main(outer: Outer, backend: str, image: str, root: Path) -> None:
+async def main(outer: Outer, backend: str, image: str, root: Path, *, controls: bool) -> None:
     """Print what became of everything."""
     async with contextlib.AsyncExitStack() as exits:
         make = exits.enter_context(_makers(outer, backend, image))
         world = await exits.enter_async_context(World(root))
         async for result in attack_all(world, make):
             print(json.dumps(asdict(result)), flush=True)
-        async for result in control_all(world, make, backend):
-            print(json.dumps(asdict(result)), flush=True)
+        if controls:
+            async for result in control_all(world, make, backend):
+                print(json.dumps(asdict(result)), flush=True)
 
 
 @contextlib.contextmanager
@@ -334,4 +335,4 @@ if __name__ == "__main__":
     print(json.dumps({"outer": holds}), flush=True)
     if not all(holds.values()):
         sys.exit(3)
-    asyncio.run(main(outer, sys.argv[2], sys.argv[3], place))
+    asyncio.run(main(outer, sys.argv[2], sys.argv[3], place, controls=sys.argv[4] == "controls too"))
