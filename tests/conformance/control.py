@@ -18,17 +18,17 @@ class Control:
 
     def test_an_aborted_request_keeps_its_tokens(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> Generation:
-            params = SamplingParams(max_new_tokens=480)
+            params = SamplingParams(max_new_tokens=240)
             task = asyncio.create_task(sample(client, prompt(10, 20), params, "long"))
             other_task = asyncio.create_task(sample(client, prompt(11, 20), params, "longer"))
             await until_sampling(client, [task, other_task])
             await client.abort("long")
-            assert len((await other_task).token_ids) == 480, "an id that begins like the aborted one is another"
+            assert len((await other_task).token_ids) == 240, "an id that begins like the aborted one is another"
             return await task
 
         generation = engine.drive(play)
         assert generation.finish_reason is FinishReason.ABORT
-        assert len(generation.token_ids) < 480
+        assert len(generation.token_ids) < 240
         engine.assert_matches(engine.model, prompt(10, 20), generation)
 
     def test_a_caller_that_goes_away_frees_its_place(self, engine: Engine) -> None:
@@ -51,7 +51,7 @@ class Control:
 
     def test_requests_in_progress_are_in_its_load(self, engine: Engine) -> None:
         async def play(client: SGLangClient) -> EngineLoad:
-            params = SamplingParams(max_new_tokens=480)
+            params = SamplingParams(max_new_tokens=240)
             tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(3)]
             load = await until_sampling(client, tasks)
             await asyncio.gather(*(client.abort(f"r{index}") for index in range(3)), *tasks)
@@ -63,7 +63,7 @@ class Control:
 
     @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
     def test_paused_requests_end_as_if_nothing_had_been(self, engine: Engine, mode: str) -> None:
-        params = SamplingParams(max_new_tokens=400, temperature=0.0)
+        params = SamplingParams(max_new_tokens=200, temperature=0.0)
         prompts = [prompt(20 + index) for index in range(3)]
 
         async def play(client: SGLangClient) -> list[Generation]:

@@ -35,7 +35,7 @@ class Weights:
         """The engine goes on with what it had."""
 
         async def play(client: SGLangClient) -> Generation:
-            task = asyncio.create_task(sample(client, prompt(30), SamplingParams(max_new_tokens=400)))
+            task = asyncio.create_task(sample(client, prompt(30), SamplingParams(max_new_tokens=200)))
             await until_sampling(client, [task])
             await client.pause("retract")
             named = list(engine.other_model.state_dict().items())
@@ -50,11 +50,11 @@ class Weights:
 
         generation = engine.drive(play)
         assert generation.versions == ((0, 0),)
-        assert len(generation.token_ids) == 400
+        assert len(generation.token_ids) == 200
 
     def change_after(self, seconds: float, engine: Engine, mode: str, transport: str) -> bool:
         """Change the weights after so long; return whether a turn has tokens of both."""
-        params = SamplingParams(max_new_tokens=400)
+        params = SamplingParams(max_new_tokens=200)
 
         async def play(client: SGLangClient) -> list[Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(4)]
@@ -78,9 +78,9 @@ class Weights:
         split = False
         for index, generation in enumerate(generations):
             ids = prompt(30 + index)
-            assert len(generation.token_ids) == 400
+            assert len(generation.token_ids) == 200
             assert generation.finish_reason is FinishReason.LENGTH
-            starts = [*(start for start, _ in generation.versions), 400]
+            starts = [*(start for start, _ in generation.versions), 200]
             for (start, version), end in zip(generation.versions, starts[1:], strict=True):
                 model = engine.model if version == 0 else engine.other_model
                 expected = reference_logprobs(
@@ -91,7 +91,7 @@ class Weights:
         return split
 
     def test_an_update_without_a_pause_waits_for_what_runs_and_drops_the_cache(self, engine: Engine) -> None:
-        params = SamplingParams(max_new_tokens=300)
+        params = SamplingParams(max_new_tokens=200)
 
         async def play(client: SGLangClient) -> tuple[list[Generation], Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
