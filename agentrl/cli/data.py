@@ -317,7 +317,7 @@ class _ChatReport(_Report):
         """Return the rows of a chat, with trained tokens told from observed ones."""
         from agentrl.sft.chats import chat_rows
 
-        rows = asyncio.run(chat_rows(chat, renderer, self.config.sft.turns))
+        rows = asyncio.run(chat_rows(chat, renderer, self.config.sft.turns)).rows
         sizes = [len(row.token_ids) for row in rows]
         trained = sum(int(row.mask.sum()) for row in rows)
         self.lengths.append((max(sizes), chat.location))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -15,8 +16,25 @@ from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError
+from agentrl.core.images import Image
 from agentrl.core.types import Row
 from agentrl.render.renderer import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Rows of a chat or an episode, with the images that their tokens stand for."""
+
+    rows: list[Row]
+    """With at least one token to train on each."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """By digest."""
+
+
+def row_checksum(row: Row, checksum: int = 0) -> int:
+    """Return the CRC-32 of the ids, the mask and the images of a row, continued from that of other rows."""
+    digests = "".join(f"{span.start} {span.digest} " for span in row.images)
+    return zlib.crc32(row.token_ids.tobytes() + row.mask.tobytes() + digests.encode(), checksum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +45,8 @@ class StepRows:
     """Of all its episodes or chats."""
     metrics: dict[str, float]
     """Metrics of the data, such as ``sft/reward``, the mean reward of the episodes, the expert's mistakes included."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Images of the rows, by digest."""
 
 
 @dataclass(slots=True)
@@ -160,7 +180,7 @@ class EpochData(SftData):
         self._order: tuple[int, NDArray[np.int64]] = (-1, file.numbers)
 
     @abstractmethod
-    async def make_rows(self, number: int, epoch: int) -> list[Row]:
+    async def make_rows(self, number: int, epoch: int) -> ImageRows:
         """Return the rows of one of ``file.numbers``; their keys differ by epoch."""
 
     @override
@@ -172,14 +192,17 @@ class EpochData(SftData):
         size = self._config.sft.batch_size
         end = min((index + 1) * size, self._count)
         rows: list[Row] = []
+        images: dict[str, Image] = {}
         # Not the result: `asyncio.run` writes its repr, which takes as long as encoding.
-        asyncio.run(self._add_rows(range(index * size, end), rows))
-        return [StepRows(rows, {"sft/epoch": end / len(self.file.numbers)})]
+        asyncio.run(self._add_rows(range(index * size, end), rows, images))
+        return [StepRows(rows, {"sft/epoch": end / len(self.file.numbers)}, images)]
 
-    async def _add_rows(self, positions: range, rows: list[Row]) -> None:
+    async def _add_rows(self, positions: range, rows: list[Row], images: dict[str, Image]) -> None:
         for position in positions:
             epoch, place = divmod(position, len(self.file.numbers))
-            rows += await self.make_rows(int(self._numbers(epoch)[place]), epoch)
+            encoded = await self.make_rows(int(self._numbers(epoch)[place]), epoch)
+            rows += encoded.rows
+            images |= encoded.images
 
     def _numbers(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers in the order of an epoch."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.data import DataLoader
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.batch.packing import PackOptions, pack
+from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.schema import Config
 from agentrl.core.child_process import init_worker_process
-from agentrl.core.types import Row
 from agentrl.learner.registry import make_backend
 from agentrl.sft.base import SftData, StepRows
 from agentrl.sft.workers import worker_processes
@@ -47,11 +46,11 @@ class Packer:
 
     def __call__(self, steps: list[StepRows]) -> bytes:
         """Return the pickled batches: plain bytes need no shared memory file per tensor."""
-        batches = [(self.pack(step.rows), step.metrics) for step in steps]
+        batches = [(self.pack(step), step.metrics) for step in steps]
         return pickle.dumps([replace(batch, metrics={**batch.metrics, **metrics}) for batch, metrics in batches])
 
-    def pack(self, rows: Sequence[Row]) -> GlobalBatch:
-        """Return the batch of rows."""
+    def pack(self, step: StepRows) -> GlobalBatch:
+        """Return the batch of a step."""
         assert self.config.sft.context_weight is not None, "the configuration has resolved it"
         options = PackOptions(
             tokens_per_micro=self.config.batch.micro_tokens,
@@ -59,4 +58,4 @@ class Packer:
             pad_id=self.pad_id,
             context_weight=self.config.sft.context_weight,
         )
-        return pack(rows, options, kind="sft")
+        return pack(step.rows, options, RowSignals(images=step.images), kind="sft")

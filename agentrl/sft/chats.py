@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ConversationError, TaskError
-from agentrl.core.types import Message, Row, ToolCall
+from agentrl.core.types import Message, ToolCall
 from agentrl.data.chats import Chat, ChatConversion
 from agentrl.data.file_tasks import convert_all
 from agentrl.data.rows import Row as DataRow
@@ -26,7 +26,7 @@ from agentrl.data.rows import RowTable, open_table
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.state import EpisodeState
 from agentrl.render.renderer import ChatRenderer
-from agentrl.sft.base import EpochData, SftFile
+from agentrl.sft.base import EpochData, ImageRows, SftFile, row_checksum
 from agentrl.sft.scripted import DemonstratedTrajectory, scripted_context
 
 Turns = Literal["all", "last"]
@@ -35,7 +35,7 @@ KEPT_TOKENS = 2**22
 """Tokens of encoded chats that a process keeps for later epochs: about 100 MB."""
 
 
-async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", name: str = "") -> list[Row]:
+async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", name: str = "") -> ImageRows:
     """Return the rows of a chat: one, and a further one after each turn before which the chat format changes earlier turns.
 
     Exactly the tokens that the policy would sample are ``DEMONSTRATED`` with mask 1: its turns with their end tokens.
@@ -71,7 +71,8 @@ async def chat_rows(chat: Chat, renderer: ChatRenderer, turns: Turns = "all", na
             conversation.answer(sampled, _link_results(turn, sampled, new), over=next_index == len(messages))
     except (ConversationError, TaskError) as error:
         raise ConfigError(f"{chat.location}: {error}") from error
-    return [row for row in state.trajectory.rows(name, name) if row.mask.any()]
+    rows = [row for row in state.trajectory.rows(name, name) if row.mask.any()]
+    return ImageRows(rows, dict(state.trajectory.images))
 
 
 def _no_env() -> NoReturn:
@@ -120,7 +121,7 @@ class ChatSize:
     trained: int
     """Those with mask 1."""
     checksum: int
-    """CRC-32 of ids and masks."""
+    """CRC-32 of ids, masks and images."""
 
 
 class ChatMeasure:
@@ -156,10 +157,10 @@ class ChatMeasure:
 
 
 async def _measure_chat(chat: Chat, renderer: ChatRenderer, turns: Turns) -> ChatSize:
-    rows, checksum = await chat_rows(chat, renderer, turns), 0
+    rows, checksum = (await chat_rows(chat, renderer, turns)).rows, 0
     sizes = [len(row.token_ids) for row in rows]
     for row in rows:
-        checksum = zlib.crc32(row.token_ids.tobytes() + row.mask.tobytes(), checksum)
+        checksum = row_checksum(row, checksum)
     return ChatSize(max(sizes), sum(sizes), sum(int(row.mask.sum()) for row in rows), checksum)
 
 
@@ -228,8 +229,8 @@ class Chats(EpochData):
         super().__init__(config, make_renderer, file, count, shuffled=shuffled)
         self._convert = ChatConversion(config.data, config.sft)
         self._table: RowTable | None = None
-        self._encoded: dict[int, list[Row]] = {}
-        """Rows of chats by number, of up to `KEPT_TOKENS` tokens: later epochs do not encode them again."""
+        self._encoded: dict[int, ImageRows] = {}
+        """Rows of chats without images by number, of up to `KEPT_TOKENS` tokens: later epochs do not encode them again."""
         self._encoded_tokens = 0
 
     @override
@@ -237,17 +238,17 @@ class Chats(EpochData):
         return {**super().__getstate__(), "_table": None, "_encoded": {}, "_encoded_tokens": 0}
 
     @override
-    async def make_rows(self, number: int, epoch: int) -> list[Row]:
-        if number not in self._encoded:
-            rows = await self._encode(number)
-            tokens = sum(len(row.token_ids) for row in rows)
-            if self._encoded_tokens + tokens > KEPT_TOKENS:
-                return [_in_epoch(row, epoch) for row in rows]
-            self._encoded[number] = rows
-            self._encoded_tokens += tokens
-        return [_in_epoch(row, epoch) for row in self._encoded[number]]
+    async def make_rows(self, number: int, epoch: int) -> ImageRows:
+        encoded = self._encoded.get(number)
+        if encoded is None:
+            encoded = await self._encode(number)
+            tokens = sum(len(row.token_ids) for row in encoded.rows)
+            if not encoded.images and self._encoded_tokens + tokens <= KEPT_TOKENS:
+                self._encoded[number] = encoded
+                self._encoded_tokens += tokens
+        return _in_epoch(encoded, epoch)
 
-    async def _encode(self, number: int) -> list[Row]:
+    async def _encode(self, number: int) -> ImageRows:
         if self._table is None:
             rows_key = self._config.data.rows_key
             self._table = open_table(self.file.path, self.file.key, self._convert.columns, rows_key)
@@ -256,7 +257,11 @@ class Chats(EpochData):
         return await chat_rows(chat, self.renderer, self._config.sft.turns)
 
 
-def _in_epoch(row: Row, epoch: int) -> Row:
-    """Return a row with a key that differs by epoch."""
-    name = f"{row.key.rollout_id}#{epoch}"
-    return replace(row, key=replace(row.key, prompt_id=name, rollout_id=name))
+def _in_epoch(encoded: ImageRows, epoch: int) -> ImageRows:
+    """Return rows with keys that differ by epoch."""
+    names = [f"{row.key.rollout_id}#{epoch}" for row in encoded.rows]
+    rows = [
+        replace(row, key=replace(row.key, prompt_id=name, rollout_id=name))
+        for row, name in zip(encoded.rows, names, strict=True)
+    ]
+    return ImageRows(rows, encoded.images)

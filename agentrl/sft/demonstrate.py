@@ -7,12 +7,13 @@ trained on are the tokens that it observes and samples later.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from typing_extensions import override
 
 from agentrl.core.env import Env
 from agentrl.core.errors import EnvironmentFailure, SandboxFailure, TaskError, ToolFailure
-from agentrl.core.images import PlacedImage
+from agentrl.core.images import Image, PlacedImage
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.tool import Tool, ToolClient
 from agentrl.core.types import CallStatus, ForkReason, Row, StopReason, ToolCall, ToolResult
@@ -21,6 +22,17 @@ from agentrl.episode.state import EpisodeState
 from agentrl.episode.tool_calls import ToolRunner
 from agentrl.render.renderer import ChatRenderer
 from agentrl.sft.scripted import DemonstratedTrajectory, scripted_context
+
+
+class Demonstration(NamedTuple):
+    """An episode of a scripted expert."""
+
+    row: Row
+    """Its tokens."""
+    reward: float
+    """Of the expert, whose mistakes count."""
+    images: Mapping[str, Image]
+    """Images of the row, by digest."""
 
 
 async def demonstrate(
@@ -33,8 +45,8 @@ async def demonstrate(
     renderer: ChatRenderer,
     max_turns: int,
     served: Mapping[str, Tool] | None = None,
-) -> tuple[Row, float]:
-    """Run one episode of ``expert`` and return its row and its reward.
+) -> Demonstration:
+    """Run one episode of ``expert``.
 
     The expert's tokens have provenance ``DEMONSTRATED`` and mask 1. A turn that ends with none of the environment's
     stop strings ends with the end token, as the policy would have to sample it. The only limit is ``max_turns``: a row
@@ -54,7 +66,7 @@ async def demonstrate(
         TaskError: the tokens of an earlier turn would change when the template renders the next one.
         EnvironmentFailure: the environment failed or rewrote the conversation, or a tool does not exist or is unavailable.
     """
-    state = EpisodeState(f"{task.id}/demonstration-{seed}", seed, trajectory=_Demonstration(task.id))
+    state = EpisodeState(f"{task.id}/demonstration-{seed}", seed, trajectory=_OneRowTrajectory(task.id))
     observed = 0  # messages that the expert has seen or written
 
     def say(stop: tuple[str, ...]) -> tuple[int, ...]:
@@ -72,10 +84,10 @@ async def demonstrate(
     if reason is StopReason.MAX_TURNS:  # the row ends with the answer to the last turn
         state.trajectory.extend_to(state.prompt_ids, images=state.images, added=state.added, fork=state.fork)
     [row] = state.trajectory.rows(task.id, state.rollout_id)
-    return row, state.reward
+    return Demonstration(row, state.reward, dict(state.trajectory.images))
 
 
-class _Demonstration(DemonstratedTrajectory):
+class _OneRowTrajectory(DemonstratedTrajectory):
     """A trajectory of one row."""
 
     def __init__(self, task_id: str) -> None:

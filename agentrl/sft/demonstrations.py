@@ -17,12 +17,11 @@ from agentrl.core.env import Env
 from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.core.task import Task, TaskSet
 from agentrl.core.tool import Tool, ToolClient, ToolService
-from agentrl.core.types import Row
 from agentrl.data.task_sources import read_split
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.run_tools import served_tools, service_options
 from agentrl.sft.base import SftData, StepRows
-from agentrl.sft.demonstrate import demonstrate
+from agentrl.sft.demonstrate import Demonstration, demonstrate
 from agentrl.toolserver.service import find_service
 
 
@@ -104,10 +103,11 @@ class Demonstrations(SftData):
         """
         for _ in range(steps):
             episodes = [await self._episode(scene, rng) for _ in range(self._sft.batch_size)]
-            metrics = {"sft/reward": float(np.mean([reward for _, reward in episodes]))}
-            done.append(StepRows([row for row, _ in episodes], metrics))
+            metrics = {"sft/reward": float(np.mean([episode.reward for episode in episodes]))}
+            images = {digest: image for episode in episodes for digest, image in episode.images.items()}
+            done.append(StepRows([episode.row for episode in episodes], metrics, images))
 
-    async def _episode(self, scene: _Scene, rng: np.random.Generator) -> tuple[Row, float]:
+    async def _episode(self, scene: _Scene, rng: np.random.Generator) -> Demonstration:
         task = scene.tasks[int(rng.integers(len(scene.tasks)))]
         return await demonstrate(
             scene.env_factory,

@@ -16,11 +16,11 @@ from typing_extensions import override
 from agentrl.batch.provenance import check_rows
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, ProvenanceError
-from agentrl.core.types import Rollout, Row
+from agentrl.core.types import Rollout
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.render.recorded_prompts import tokenizer_fault
 from agentrl.render.renderer import ChatRenderer
-from agentrl.sft.base import EpochData, SftFile
+from agentrl.sft.base import EpochData, ImageRows, SftFile, row_checksum
 
 KEY = "sft.rollouts.path"
 
@@ -29,7 +29,7 @@ KEY = "sft.rollouts.path"
 class RecordedFile(SftFile):
     """The chosen rollouts of a run; ``numbers`` are their indices in ``rollouts``."""
 
-    rollouts: list[list[Row]] = field(default_factory=list)
+    rollouts: list[ImageRows] = field(default_factory=list)
     """The rows of each."""
     read: int = 0
     """All rollouts."""
@@ -68,7 +68,7 @@ class _Candidate:
     location: str
     rollout: Rollout
     checksum: int
-    """CRC-32 of ids and masks."""
+    """CRC-32 of ids, masks and images."""
 
 
 def read_recorded(
@@ -146,7 +146,7 @@ def _usable(file: RecordedFile, path: Path, rollouts: Sequence[Rollout], vocabul
                     f"{KEY}: {location} has the token id {int(row.token_ids.max())}, but the model knows {vocabulary} tokens; "
                     "set model.path to the model that sampled it"
                 )
-            checksum = zlib.crc32(row.token_ids.tobytes() + row.mask.tobytes(), checksum)
+            checksum = row_checksum(row, checksum)
         yield _Candidate(location, rollout, checksum)
 
 
@@ -166,7 +166,7 @@ def _fill(file: RecordedFile, candidates: Sequence[_Candidate], config: Config, 
         rows = [row for row in candidate.rollout.rows if row.mask.any()]
         if not file.takes(candidate.location, max(len(row.token_ids) for row in rows), config, context):
             continue
-        file.rollouts.append(rows)
+        file.rollouts.append(ImageRows(rows, candidate.rollout.images))
         file.tokens += sum(len(row.token_ids) for row in rows)
         file.trained += sum(int(row.mask.sum()) for row in rows)
         file.checksum = zlib.crc32(candidate.checksum.to_bytes(4, "little"), file.checksum)
@@ -181,6 +181,7 @@ class RecordedRollouts(EpochData):
     file: RecordedFile
 
     @override
-    async def make_rows(self, number: int, epoch: int) -> list[Row]:
-        rows = self.file.rollouts[number]
-        return [replace(row, key=replace(row.key, rollout_id=f"{row.key.rollout_id}#{epoch}")) for row in rows]
+    async def make_rows(self, number: int, epoch: int) -> ImageRows:
+        recorded = self.file.rollouts[number]
+        rows = [replace(row, key=replace(row.key, rollout_id=f"{row.key.rollout_id}#{epoch}")) for row in recorded.rows]
+        return ImageRows(rows, recorded.images)

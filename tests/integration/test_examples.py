@@ -132,7 +132,7 @@ def test_a_warm_start_teaches_what_the_agent_program_does() -> None:
             )
             for task in islice(tasks.split("train"), 60)
         ]
-        return [reward for _, reward in demonstrations]
+        return [demonstration.reward for demonstration in demonstrations]
 
     counts = Counter(asyncio.run(rewards()))
     assert set(counts) == {0.25, 1.0}

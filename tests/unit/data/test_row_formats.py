@@ -160,7 +160,7 @@ def trained(chat: Chat) -> list[str]:
     """Return each run of trained tokens as text, in the format of Qwen2.5."""
     renderer = make_renderer(tokenizer("qwen2_5"))
     texts = []
-    for row in asyncio.run(chat_rows(chat, renderer)):
+    for row in asyncio.run(chat_rows(chat, renderer)).rows:
         runs = re.finditer("1+", "".join(map(str, row.mask.tolist())))
         texts += [renderer.decode(row.token_ids[run.start() : run.end()]) for run in runs]
     return texts
@@ -207,7 +207,7 @@ def test_chats_of_openai_with_schemas_that_refer_and_allow_null(suffix: str, tmp
     assert arguments_fault(tool.parameters, call.arguments) == ""
     assert "near" in arguments_fault(tool.parameters, {"place": {"name": "Bergen", "near": 1}})
     renderer = make_renderer(tokenizer("qwen2_5"))
-    [row] = asyncio.run(chat_rows(trip, renderer))
+    [row] = asyncio.run(chat_rows(trip, renderer)).rows
     assert '"$ref": "#/$defs/Place"' in renderer.decode(row.token_ids)
     assert trained(trip)[-1] == "463 km.<|im_end|>"
     assert trained(greeting) == ["Hello. How can I help?<|im_end|>"]

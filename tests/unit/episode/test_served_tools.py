@@ -457,7 +457,7 @@ def test_a_scripted_expert_calls_a_servers_tool(renderer, env):
         return asyncio.run(row)
 
     client, expert = Files(), Expert()
-    row, earned = run(expert, {"python": client})
+    row, earned, _ = run(expert, {"python": client})
     heard = "heard " if env is Hearing else ""
     fault = "" if env is Hearing else 'the call is not a JSON object with a "name"'
     assert expert.heard[1:] == [f"{heard}a{fault}", f"{heard}a/b"]

@@ -20,12 +20,12 @@ from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError, EnvironmentFailure, LearnerError, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
 from agentrl.core.task import Demonstrator, Task
-from agentrl.core.types import Fork, ForkReason, Message, Provenance, Row, RowKey
+from agentrl.core.types import Fork, ForkReason, Message, Provenance, RowKey
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.sft.batches import batches
-from agentrl.sft.demonstrate import demonstrate
+from agentrl.sft.demonstrate import Demonstration, demonstrate
 from agentrl.sft.demonstrations import Demonstrations
 from agentrl.sft.preflight import RendererOf
 from agentrl.sft.run import sft
@@ -61,7 +61,7 @@ def test_provenance_marks_exactly_what_the_expert_said() -> None:
     tasks = make_tasks("multihop", {"scale": 0.1, "hops": [1]})
     task = tasks.split("train")[0]
     renderer = make_renderer(load_tokenizer(WARM))
-    row, reward = asyncio.run(
+    row, reward, _ = asyncio.run(
         demonstrate(
             partial(make_env, "search_r1", {"topk": 1}),
             task,
@@ -123,7 +123,7 @@ class Scripted:
 
 def run_demonstration(
     env_factory: Callable[[], Env], expert: Demonstrator, task: Task, renderer: ChatRenderer, max_turns: int = 3
-) -> tuple[Row, float]:
+) -> Demonstration:
     return asyncio.run(
         demonstrate(env_factory, task, expert, seed=0, tool_clients={}, renderer=renderer, max_turns=max_turns)
     )
@@ -132,7 +132,7 @@ def run_demonstration(
 def test_a_row_ends_with_the_answer_to_the_last_turn() -> None:
     """Layout: prompt o, then for each of three turns what the expert says d and the greeting o; no token limit."""
     renderer = make_renderer(load_tokenizer(WARM))
-    row, reward = run_demonstration(Greeter, Scripted("a " * 1000), Greeter.example_task(), renderer)
+    row, reward, _ = run_demonstration(Greeter, Scripted("a " * 1000), Greeter.example_task(), renderer)
     assert reward == 0.1 + 0.1 + 0.1
     changes = np.flatnonzero(np.diff(row.provenance))
     assert row.provenance[[0, *(changes + 1)]].tolist() == [0, 2, 0, 2, 0, 2, 0]
