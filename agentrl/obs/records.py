@@ -5,15 +5,16 @@
     magic, CRC-32, length of the content, length of its header      16 bytes, little-endian
     content, compressed with zlib: header, arrays
 
-The header is JSON: the rollout as files of rollouts have it, but for the arrays of its rows, and what these files leave out. Of
-each array come first the lowest bytes of all its values, then the second ones, and so on: in ids and log-probabilities these
-are alike.
+The header is JSON: the rollout as files of rollouts have it, but for the arrays of its rows, and what these files leave out.
+Images are in it once; a file of records has them next to it. Of each array come first the lowest bytes of all its values, then
+the second ones, and so on: in ids and log-probabilities these are alike.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,10 @@ import orjson
 
 from agentrl.core.experts import from_dict as experts_from_dict
 from agentrl.core.experts import to_dict as experts_to_dict
+from agentrl.core.images import Image
 from agentrl.core.tool import Tool
-from agentrl.core.types import Rollout, json_state, message_from_dict, message_to_dict
+from agentrl.core.types import Message, Rollout, json_state, message_from_dict, message_to_dict
+from agentrl.obs.image_files import image_name
 from agentrl.obs.rollout_format import ARRAYS, portable_json, rollout_from_dict, rollout_to_dict
 
 _MAGIC = b"ARL1"
@@ -34,8 +37,13 @@ _LEVEL = 1
 """Of zlib: higher ones take several times as long, and save little of log-probabilities."""
 
 
-def encode_record(rollout: Rollout) -> bytes:
-    """Return a rollout as a record."""
+def encode_record(rollout: Rollout, *, with_images: bool = True) -> bytes:
+    """Return a rollout as a record.
+
+    Args:
+        rollout: to encode.
+        with_images: have the content of images in the record, and not only the names of their files.
+    """
     record = rollout_to_dict(rollout)
     arrays: list[bytes] = []
     for row in record["rows"]:
@@ -47,15 +55,34 @@ def encode_record(rollout: Rollout) -> bytes:
         {"name": tool.name, "description": tool.description, "parameters": json_state(tool.parameters)}
         for tool in rollout.tools
     ]
+    images = all_images(rollout)
     unlisted = {
-        "messages": [message_to_dict(message) for message in rollout.messages],
+        "messages": [_message_to_dict(message) for message in rollout.messages],
         "tools": tools,
         "experts": [experts_to_dict(row.experts) for row in rollout.rows],
         "graded": rollout.graded,
+        **({"images": [image.data_url for image in images]} if with_images and images else {}),
     }
     header = portable_json({"rollout": record, "unlisted": unlisted})
     content = zlib.compress(b"".join((header, *arrays)), _LEVEL)
     return _FRAME.pack(_MAGIC, _checksum(content, len(content), len(header)), len(content), len(header)) + content
+
+
+def all_images(rollout: Rollout) -> list[Image]:
+    """Return the images of a rollout's rows and messages, each once."""
+    of_messages = {image.digest: image for message in rollout.messages for image in message.images}
+    return list({**rollout.images, **of_messages}.values())
+
+
+def _message_to_dict(message: Message) -> dict[str, Any]:
+    """Return a message as JSON-able data with the names of its images' files in place of the images."""
+    data = message_to_dict(replace(message, images=()))
+    return data | ({"images": [image_name(image) for image in message.images]} if message.images else {})
+
+
+def _message_from_dict(data: Mapping[str, Any], read_image: Callable[[str], Image]) -> Message:
+    message = message_from_dict({**data, "images": ()})
+    return replace(message, images=tuple(map(read_image, data.get("images", ()))))
 
 
 def _checksum(content: bytes, size: int, header_size: int) -> int:
@@ -122,11 +149,15 @@ def check_record(record: bytes) -> int:
     return int(header_size)
 
 
-def decode_record(record: bytes) -> Rollout:
+def decode_record(record: bytes, read_image: Callable[[str], Image] | None = None) -> Rollout:
     """Return the rollout of a record.
 
+    Args:
+        record: of the rollout.
+        read_image: returns an image by the name of its file; None: the record has them.
+
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or lacks an image.
     """
     header_size = check_record(record)
     content = zlib.decompress(memoryview(record)[FRAME_BYTES:])
@@ -140,11 +171,13 @@ def decode_record(record: bytes) -> Rollout:
             bytes_T_N = bytes_N.reshape(little_endian.itemsize, row["tokens"]).T.copy(order="C")
             row[name] = bytes_T_N.view(little_endian).reshape(row["tokens"])
             start += size
-    rollout = rollout_from_dict(header["rollout"])
     unlisted = header["unlisted"]
+    images = {image_name(image): image for image in map(Image.from_data_url, unlisted.get("images", ()))}
+    read_image = read_image or images.__getitem__
+    rollout = rollout_from_dict(header["rollout"], read_image)
     experts = map(experts_from_dict, unlisted["experts"])
     rollout.rows = [replace(row, experts=row_experts) for row, row_experts in zip(rollout.rows, experts, strict=True)]
-    rollout.messages = tuple(map(message_from_dict, unlisted["messages"]))
+    rollout.messages = tuple(_message_from_dict(message, read_image) for message in unlisted["messages"])
     rollout.tools = tuple(Tool(**tool) for tool in unlisted["tools"])
     rollout.graded = unlisted["graded"]
     return rollout

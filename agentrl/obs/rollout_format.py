@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,7 @@ from agentrl.core.types import (
     Turn,
     json_state,
 )
+from agentrl.obs.image_files import image_name
 
 ARRAYS: dict[str, type[np.generic]] = {
     "token_ids": np.int32,
@@ -127,13 +128,19 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         **({"filtered": rollout.filtered} if rollout.filtered else {}),
         **({} if rollout.endpoint is None else _endpoint_to_dict(rollout.endpoint)),
         **({"player": player_to_dict(rollout)} if rollout.episode else {}),
-        **({"images": {key: image.data_url for key, image in rollout.images.items()}} if rollout.images else {}),
+        **({"images": [image_name(image) for image in rollout.images.values()]} if rollout.images else {}),
     }
 
 
-def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
-    """Return the rollout of a `rollout_to_dict`; a number that is null in JSON becomes NaN."""
+def rollout_from_dict(data: Mapping[str, Any], read_image: Callable[[str], Image] | None = None) -> Rollout:
+    """Return the rollout of a `rollout_to_dict`; a number that is null in JSON becomes NaN.
+
+    Args:
+        data: of the rollout.
+        read_image: returns an image by the name of its file; None: the rollout has none, whatever ``data`` names.
+    """
     failure = data["failure"]
+    images = [] if read_image is None else [read_image(name) for name in data.get("images") or ()]
     return Rollout(
         prompt_id=data["prompt_id"],
         rollout_id=data["rollout_id"],
@@ -157,7 +164,7 @@ def rollout_from_dict(data: Mapping[str, Any]) -> Rollout:
         if data.get("endpoint") is None
         else EndpointRecord(messages=tuple(data["messages"]), tools=tuple(data["tools"]), **data["endpoint"]),
         **_player_from_dict(data.get("player")),
-        images={digest: Image.from_data_url(url) for digest, url in (data.get("images") or {}).items()},
+        images={image.digest: image for image in images},
     )
 
 

@@ -12,6 +12,7 @@ import orjson
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
+from agentrl.obs.image_files import ImageFiles
 from agentrl.obs.parquet import parquet_headers, read_parquet_rollout
 from agentrl.obs.records import FRAME_BYTES, record_header, record_size
 from agentrl.obs.rollout_format import rollout_from_dict
@@ -119,12 +120,13 @@ def read_rollout(path: Path, start: int, end: int) -> ScannedRollout:
     Raises:
         ConfigError: the file cannot be read, or has changed since.
     """
+    images = ImageFiles(path.parent)
     with reading(path, "file of rollouts"):
         if path.suffix == ".parquet":
-            return scan_line(read_parquet_rollout(path, start))
+            return scan_line(read_parquet_rollout(path, start), images)
         with path.open("rb") as file:
             file.seek(start)
             data = file.read(end - start)
     if len(data) < end - start:
         raise ConfigError(f"{path} has changed: it has no rollout at byte {start} any more")
-    return scan_record(data) if path.suffix == RECORDS else scan_line(data)
+    return scan_record(data, images) if path.suffix == RECORDS else scan_line(data, images)

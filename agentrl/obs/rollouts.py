@@ -8,6 +8,7 @@
       step_000012.parquet           the same, converted from the lines when the step is complete
       step_000012.advantages.json   {rollout_id: advantage} of all rollouts that were not dropped
       eval_000012.jsonl             with eval.save_rollouts: those of the evaluation after the step
+      images/                       of all of them, each once; see `agentrl.obs.image_files`
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import DECODE_ERRORS, reading
 from agentrl.core.types import Rollout
+from agentrl.obs.image_files import ImageFiles
 from agentrl.obs.parquet import iter_parquet, write_parquet
-from agentrl.obs.records import decode_record, encode_record, split_records
+from agentrl.obs.records import all_images, decode_record, encode_record, split_records
 from agentrl.obs.rollout_format import ARRAYS, encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
 
 Keep = Literal["all", "first", "none"]
@@ -58,6 +60,7 @@ class RolloutFile:
         self.lines = path if path.suffix == RECORDS else path.with_suffix(".jsonl")
         """To which rollouts are appended."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._images = ImageFiles(path.parent)
         with write_atomically(self.lines) as partial, partial.open("wb") as file:
             file.writelines(self._encode(rollout, number) for number, rollout in enumerate(rollouts))
         if self.path != self.lines:
@@ -71,11 +74,13 @@ class RolloutFile:
             self._written += 1
 
     def _encode(self, rollout: Rollout, number: int) -> bytes:
+        images = all_images(rollout)
+        self._images.write(images)
         if self.path.suffix == RECORDS:
             if any(row.experts is not None for row in rollout.rows):  # they are not recorded in files
                 rows = [replace(row, experts=None) for row in rollout.rows]
-                return encode_record(replace(rollout, rows=rows))
-            return rollout.record or encode_record(rollout)
+                return encode_record(replace(rollout, rows=rows), with_images=False)
+            return (not images and rollout.record) or encode_record(rollout, with_images=False)
         return encode_rollout(rollout, number)
 
     def finish(self) -> Path:
@@ -153,15 +158,17 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Return the rollouts of a file; an incomplete last line or record, from a killed run, is skipped.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not a rollout.
+        ConfigError: the file or an image of its rollouts cannot be read or has changed, or a line is not a rollout.
     """
+    images = ImageFiles(path.parent)
     if path.suffix == ".parquet":
-        return [_decode(f"{path}, rollout {number}", data) for number, data in enumerate(iter_parquet(path), 1)]
+        return [_decode(f"{path}, rollout {number}", data, images) for number, data in enumerate(iter_parquet(path), 1)]
     if path.suffix == RECORDS:
-        return [_decode_record(f"{path}, record {number}", record) for number, record in enumerate(_records(path), 1)]
+        records = enumerate(_records(path), 1)
+        return [_decode_record(f"{path}, record {number}", record, images) for number, record in records]
     with reading(path, "file of rollouts"):
         lines = path.read_bytes().split(b"\n")
-    return [_decode(f"{path}, line {number}", line) for number, line in enumerate(lines[:-1], 1)]
+    return [_decode(f"{path}, line {number}", line, images) for number, line in enumerate(lines[:-1], 1)]
 
 
 def _records(path: Path) -> list[bytes]:
@@ -169,9 +176,9 @@ def _records(path: Path) -> list[bytes]:
         return split_records(path.read_bytes(), may_be_torn=True)
 
 
-def _decode_record(location: str, record: bytes) -> Rollout:
+def _decode_record(location: str, record: bytes, images: ImageFiles) -> Rollout:
     with reading(location, "rollout of agentrl"):
-        return decode_record(record)
+        return decode_record(record, images.read)
 
 
 def count_rollouts(path: Path) -> int:
@@ -203,41 +210,53 @@ def scan_rollouts(path: Path) -> Iterator[ScannedRollout]:
     Raises:
         ConfigError: the file cannot be read.
     """
+    images = ImageFiles(path.parent)
     if path.suffix == ".parquet":
-        yield from map(scan_line, iter_parquet(path))
+        for data in iter_parquet(path):
+            yield scan_line(data, images)
         return
     if path.suffix == RECORDS:
-        yield from map(scan_record, _records(path))
+        for record in _records(path):
+            yield scan_record(record, images)
         return
     try:
         with path.open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    yield scan_line(line)
+                    yield scan_line(line, images)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def scan_record(record: bytes) -> ScannedRollout:
-    """Return the rollout of a record, or why it cannot be decoded."""
+def scan_record(record: bytes, images: ImageFiles) -> ScannedRollout:
+    """Return the rollout of a record of a file with these images, or why it cannot be decoded."""
     try:
-        return ScannedRollout(decode_record(record))
+        return ScannedRollout(decode_record(record, images.read))
+    except ConfigError as error:
+        return ScannedRollout(str(error))
     except DECODE_ERRORS as error:
         return ScannedRollout(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
-def scan_line(line: bytes | dict[str, Any]) -> ScannedRollout:
-    """Return the rollout of a line, or of the dictionary in it, or why it cannot be decoded."""
+def scan_line(line: bytes | dict[str, Any], images: ImageFiles) -> ScannedRollout:
+    """Return the rollout of a line, or of the dictionary in it, or why it cannot be decoded.
+
+    Args:
+        line: of a file of rollouts.
+        images: of the file.
+    """
     try:
-        return _decode_and_verify(line)
+        return _decode_and_verify(line, images)
+    except ConfigError as error:
+        return ScannedRollout(str(error))
     except DECODE_ERRORS as error:
         return ScannedRollout(f"not a rollout of agentrl: {type(error).__name__}: {error}")
 
 
-def _decode_and_verify(line: bytes | dict[str, Any]) -> ScannedRollout:
+def _decode_and_verify(line: bytes | dict[str, Any], images: ImageFiles) -> ScannedRollout:
     """Return a rollout, and which of its checksums are wrong."""
     data = orjson.loads(line) if isinstance(line, bytes) else line
-    rollout = rollout_from_dict(data)
+    rollout = rollout_from_dict(data, images.read)
     rows = enumerate(zip(rollout.rows, data["rows"], strict=True))
     damaged: list[int | None] = [index for index, (row, saved) in rows if saved.get("crc32") != row_checksum(row)]
     number = data["number"]
@@ -246,9 +265,9 @@ def _decode_and_verify(line: bytes | dict[str, Any]) -> ScannedRollout:
     return ScannedRollout(rollout, damaged, number)
 
 
-def _decode(location: str, line: bytes | dict[str, Any]) -> Rollout:
+def _decode(location: str, line: bytes | dict[str, Any], images: ImageFiles) -> Rollout:
     with reading(location, "rollout of agentrl"):
-        rollout, damaged, _ = _decode_and_verify(line)
+        rollout, damaged, _ = _decode_and_verify(line, images)
         assert isinstance(rollout, Rollout)
         for row in rollout.rows:
             shapes = {name: getattr(row, name).shape for name in ARRAYS}

@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image as pil
 
+from agentrl.audit.run import audit_files
+from agentrl.core.errors import ConfigError
 from agentrl.core.images import Image, ImageSpan, PlacedImage
 from agentrl.core.types import FinishReason, Generation, Rollout, StopReason, message_from_dict, message_to_dict
 from agentrl.core.types import message_with_images as with_images
 from agentrl.episode.state import EpisodeState
 from agentrl.episode.trajectory import Trajectory
-from agentrl.obs.parquet import iter_parquet, write_parquet
 from agentrl.obs.records import decode_record, encode_record
-from agentrl.obs.rollout_format import encode_rollout, rollout_checksum, rollout_from_dict, row_checksum
+from agentrl.obs.rollout_format import row_checksum
+from agentrl.obs.rollout_headers import read_rollout, scan_headers
+from agentrl.obs.rollouts import SUFFIXES, Form, RolloutFile, RolloutRecorder, read_rollouts, rollout_files
 
 
 def picture(color: str) -> Image:
@@ -108,25 +111,70 @@ def rollout() -> Rollout:
     messages = (with_images("user", RED),)
     rows = trajectory.rows("task", "rollout")
     return Rollout(
-        "task", "rollout", rows, 1.0, StopReason.TERMINATED, messages=messages, images=dict(trajectory.images)
+        "task",
+        "rollout",
+        rows,
+        1.0,
+        StopReason.TERMINATED,
+        sampled_tokens=2,
+        messages=messages,
+        images=dict(trajectory.images),
     )
 
 
-def test_records_and_files_keep_images(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", SUFFIXES)
+def test_files_of_rollouts_have_each_image_once(tmp_path: Path, form: Form) -> None:
+    """Two rollouts of two steps with the same two pictures: two files, and all that is read is as it was."""
     original = rollout()
-    write_parquet(tmp_path / "rollouts.parquet", [original])
-    [line] = iter_parquet(tmp_path / "rollouts.parquet")
-    readings = {
-        "record": decode_record(encode_record(original)),
-        "JSON": rollout_from_dict(json.loads(encode_rollout(original, 0))),
-        "parquet": rollout_from_dict(line),
-    }
-    for name, reading in readings.items():
-        assert reading.images == original.images, name
-        assert [row.images for row in reading.rows] == [row.images for row in original.rows], name
-        assert row_checksum(reading.rows[0]) == row_checksum(original.rows[0]), name
-    assert readings["record"].messages == original.messages
-    assert rollout_checksum(readings["parquet"], 0, line.keys()) == line["checksum"]
+    recorder = RolloutRecorder(tmp_path / "rollouts", form=form)
+    for step in (1, 2):
+        recorder.write(step, [original, replace(original, rollout_id="other")])
+        recorder.finish(step, {})
+    names = {path.name: path.read_bytes() for path in (tmp_path / "rollouts" / "images").iterdir()}
+    assert names == {f"{image.digest}.png": image.data for image in (RED, BLUE)}
+    path = rollout_files(tmp_path)[2]
+    assert RED.data_url[30:60].encode() not in path.read_bytes()
+    for reading in read_rollouts(path):
+        assert reading.images == original.images
+        assert [row.images for row in reading.rows] == [row.images for row in original.rows]
+    [header, _] = scan_headers(path)
+    scanned = read_rollout(path, header.start, header.end).rollout
+    assert isinstance(scanned, Rollout)
+    assert scanned.images == original.images
+    assert not audit_files([path]).violations
+
+
+@pytest.mark.parametrize("form", SUFFIXES)
+@pytest.mark.parametrize("change", ["another image", "no image", "missing"])
+def test_an_image_that_has_changed_is_an_error_that_names_it(tmp_path: Path, form: Form, change: str) -> None:
+    file = RolloutFile(tmp_path / f"samples{SUFFIXES[form]}", [rollout()])
+    path, image_path = file.finish(), tmp_path / "images" / f"{RED.digest}.png"
+    if change == "missing":
+        image_path.unlink()
+    else:
+        image_path.write_bytes(BLUE.data if change == "another image" else b"no")
+    with pytest.raises(ConfigError, match=str(image_path)):
+        read_rollouts(path)
+    [violation] = audit_files([path]).violations
+    assert str(image_path) in violation.fault.words
+
+
+def test_an_incomplete_image_is_written_again(tmp_path: Path) -> None:
+    """A run was killed as it wrote it, and begins again."""
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / f"{RED.digest}.png").write_bytes(RED.data[:20])
+    assert read_rollouts(RolloutFile(tmp_path / "a.jsonl", [rollout()]).path)[0].images == rollout().images
+
+
+def test_records_have_their_images(tmp_path: Path) -> None:
+    """Between processes and in the journal: nothing lies next to them."""
+    original = rollout()
+    record = encode_record(original)
+    reading = decode_record(record)
+    assert (reading.images, reading.messages) == (original.images, original.messages)
+    assert row_checksum(reading.rows[0]) == row_checksum(original.rows[0])
+    with pytest.raises(ValueError, match="crc32"):
+        decode_record(record[:-3] + b"\0\0\0")
 
 
 @pytest.mark.parametrize("change", ["span", "digest"])
