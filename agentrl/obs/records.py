@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -80,9 +80,10 @@ def _message_to_dict(message: Message) -> dict[str, Any]:
     return data | ({"images": [image_name(image) for image in message.images]} if message.images else {})
 
 
-def _message_from_dict(data: Mapping[str, Any], read_image: Callable[[str], Image]) -> Message:
+def _message_from_dict(data: Mapping[str, object], read_image: Callable[[str], Image]) -> Message:
     message = message_from_dict({**data, "images": ()})
-    return replace(message, images=tuple(map(read_image, data.get("images", ()))))
+    names = cast(Sequence[str], data.get("images", ()))
+    return replace(message, images=tuple(map(read_image, names)))
 
 
 def _checksum(content: bytes, size: int, header_size: int) -> int:
