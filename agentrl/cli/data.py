@@ -26,6 +26,7 @@ from agentrl.config.schema import Config
 from agentrl.containers.convert import convert_swe_row, convert_terminal_bench, is_terminal_bench
 from agentrl.containers.task_folder import load_task_folder
 from agentrl.core.errors import ConfigError, ConversationError, UserError
+from agentrl.core.images import IMAGE_MARK
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import Message
@@ -347,5 +348,14 @@ def _message_lines(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         calls = "".join(f" calls {call.name}({json.dumps(dict(call.arguments))})" for call in message.tool_calls)
-        lines.append(f"{message.role}: {message.content}{calls}")
+        lines.append(f"{message.role}: {_text_with_images(message)}{calls}")
     return "\n".join(lines)
+
+
+def _text_with_images(message: Message) -> str:
+    """Return the content with type and size of each image at its place."""
+    if not message.images:
+        return message.content
+    first, *others = message.content.split(IMAGE_MARK)
+    shown = [f"[{image.media_type}, {len(image.data):,} bytes]" for image in message.images]
+    return first + "".join(image + text for image, text in zip(shown, others, strict=True))

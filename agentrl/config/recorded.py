@@ -52,6 +52,7 @@ SAMPLED = (
     "env.options",
     "env.roles",
     "data.input_key",
+    "data.image_key",
     "data.label_key",
     "data.metadata_key",
     "data.id_key",

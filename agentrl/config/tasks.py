@@ -116,7 +116,11 @@ class DataConfig(Section):
     """Rows to evaluate on, as ``path``; without a file there is no evaluation during training."""
     input_key: str = "prompt"
     """The column of the prompt: a string, or a list of chat messages ``{"role", "content"}``, also as JSON text. Messages may
-    have ``tool_calls`` and ``tool_call_id``, as in the API of OpenAI."""
+    have ``tool_calls`` and ``tool_call_id``, and images in parts of their content, as in the API of OpenAI."""
+    image_key: str | None = None
+    """The column of the prompt's images: one or a list of paths, ``data:`` URLs, or ``{"bytes", "path"}`` as Hugging Face
+    datasets store them. They stand where the prompt has ``<image>`` or a part ``{"type": "image"}``, in this order; without such
+    a place they begin the first user message. Images within the parts of a message need no column."""
     label_key: str | None = None
     """The column of the correct answer, which is passed to the reward function; ``a.b`` is ``b`` in the mapping of column ``a``,
     such as ``reward_model.ground_truth``. The other keys of columns too."""
@@ -142,3 +146,12 @@ class DataConfig(Section):
     """Leave out rows of ``path`` whose prompt has more tokens, in the chat format and without what the environment adds."""
     workers: int = Field(default=0, ge=0)
     """Processes that read and convert the rows of ``path``; 0: the process of the run. The order does not depend on it."""
+
+    @model_validator(mode="after")
+    def _check_images(self) -> DataConfig:
+        if self.image_key is not None and not self.apply_chat_template:
+            raise ValueError(
+                f"image_key={self.image_key} with apply_chat_template=false: only the chat template says how images are written; "
+                "leave out one"
+            )
+        return self

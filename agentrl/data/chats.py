@@ -80,6 +80,11 @@ class ChatConversion:
                 f"{row.location} has neither {sft.messages_key!r} (sft.messages_key) nor {sft.completion_key!r} "
                 f"(sft.completion_key); it has the keys: {', '.join(map(str, row.columns)) or 'none'}"
             )
+        if number := next((index for index, message in enumerate(messages, 1) if message.images), None):
+            raise ConfigError(
+                f"{row.location}: message {number} has images, which supervised fine-tuning does not train on; leave such rows "
+                "out with data.convert"
+            )
         turns = [index for index in range(first, len(messages)) if messages[index].role == "assistant"]
         if not {*turns} - untrained:
             weights = " whose weight is not 0" if turns else ""

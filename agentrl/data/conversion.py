@@ -20,6 +20,7 @@ from agentrl.core.task import Task
 from agentrl.core.types import THINK, THINK_END, Message, Role, ToolCall
 from agentrl.core.user_code import calling
 from agentrl.data.row_formats import CONVERSIONS
+from agentrl.data.row_images import RowImages
 from agentrl.data.rows import Row, RowTable, describe_location
 from agentrl.data.task_folders import ID, METADATA
 from agentrl.obs.waiting import waiting
@@ -93,7 +94,7 @@ class RowConversion:
         data = self._data
         if data.convert is not None:
             return None
-        keys = filter(None, (data.input_key, data.label_key, data.metadata_key, data.id_key))
+        keys = filter(None, (data.input_key, data.image_key, data.label_key, data.metadata_key, data.id_key))
         return {name for key in keys for name in (key, key.partition(".")[0])}
 
     @property
@@ -177,32 +178,41 @@ def make_prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ConfigError(f"{where} is an empty text")
-        if not data.apply_chat_template or _messages_of_text(prompt) is None:
-            return (Message("user", prompt, inline=not data.apply_chat_template),)
+        if not data.apply_chat_template:
+            return (Message("user", prompt, inline=True),)
+        if _messages_of_text(prompt) is None:
+            row_images = RowImages(row, data.image_key)
+            text, images = row_images.read_content(prompt, where)
+            return row_images.place_all((Message("user", text, images=images),), where)
     elif not data.apply_chat_template:
         raise ConfigError(
             f"{where} is a {type(prompt).__name__}; with data.apply_chat_template=false a prompt is one text"
         )
-    return make_messages(row, data.input_key, "data.input_key")
+    return make_messages(row, data.input_key, "data.input_key", data.image_key)
 
 
-def make_messages(row: Row, column: str, key: str) -> tuple[Message, ...]:
+def make_messages(row: Row, column: str, key: str, image_column: str | None = None) -> tuple[Message, ...]:
     """Return the messages of a column, in the format of OpenAI, also as JSON text.
 
     Args:
         row: of the file.
         column: its column.
         key: the configuration key that names the column, for messages.
+        image_column: the column of the images that the messages have places for (``data.image_key``).
 
     Raises:
-        ConfigError: the row lacks it, or it has no messages, or a message that cannot be used.
+        ConfigError: the row lacks it, or it has no messages, or a message or image that cannot be used.
     """
     value, where = row.get(column, key), f"{row.location}: {column!r} ({key})"
     messages = _messages_of_text(value) if isinstance(value, str) else value
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {value!r:.80}")
     clean = _as_it_is if isinstance(value, str) else row.without_fill
-    return tuple(_message(message, f"{where}, message {number}", clean) for number, message in enumerate(messages, 1))
+    row_images = RowImages(row, image_column)
+    made = (
+        _message(message, f"{where}, message {number}", clean, row_images) for number, message in enumerate(messages, 1)
+    )
+    return row_images.place_all(tuple(made), where)
 
 
 def _as_it_is(value: object) -> object:
@@ -244,10 +254,10 @@ def _messages_of_text(text: str) -> list[Any] | None:
     return value if value and are_messages else None
 
 
-def _message(message: Any, where: str, clean: Callable[[object], object]) -> Message:
+def _message(message: Any, where: str, clean: Callable[[object], object], row_images: RowImages) -> Message:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} must be {{role, content}}, and is {message!r:.80}")
-    role, content = message.get("role"), _text(message.get("content"))
+    role, (content, images) = message.get("role"), row_images.read_content(message.get("content"), where)
     if role not in _ROLES:
         raise ConfigError(f"{where} has the role {role!r}; roles are {', '.join(_ROLES)}")
     calls = tuple(_call(call, where, clean) for call in message.get("tool_calls") or ())
@@ -266,15 +276,7 @@ def _message(message: Any, where: str, clean: Callable[[object], object]) -> Mes
         raise ConfigError(f"{where} has {', '.join(more)}; a message has {', '.join(_FIELDS)}")
     if thoughts:
         content = _with_reasoning(thoughts, content, where)
-    return Message(cast(Role, role), content, calls, None if call_id is None else str(call_id))
-
-
-def _text(content: Any) -> Any:
-    """Return the text of content in parts ``{"type": "text", "text": …}``; other content as it is."""
-    is_text = isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" for part in content
-    )
-    return "".join(str(part.get("text") or "") for part in content) if is_text and content else content
+    return Message(cast(Role, role), content, calls, None if call_id is None else str(call_id), images=images)
 
 
 def _with_reasoning(thoughts: Sequence[Any], content: str, where: str) -> str:

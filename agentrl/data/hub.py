@@ -32,6 +32,32 @@ class Dataset(Protocol):
         """Return the dataset with these columns only."""
 
 
+class UndecodedRows:
+    """The rows of a ``datasets.Dataset`` with images as it stores them, ``{"bytes", "path"}``: decoding them would take time.
+
+    Args:
+        dataset: has columns with images.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.column_names: list[str] = dataset.column_names
+        self._dataset = dataset
+        self._tables = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._tables)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Return a row."""
+        values: Mapping[str, Any] = self._tables[index].to_pylist()[0]
+        return values
+
+    def select_columns(self, column_names: list[str]) -> Dataset:
+        """Return the dataset with these columns only."""
+        return UndecodedRows(self._dataset.select_columns(column_names))
+
+
 def is_dataset(path: Path) -> bool:
     """Return whether a path of data is a dataset, and no file of rows."""
     return str(path).startswith(PREFIX) or path.suffix == ".arrow" or path.is_dir()
@@ -79,7 +105,8 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
         else:
             dataset = _from_folder(path, key)
     names, unread = split_columns(dataset.column_names, columns)
-    return (dataset.select_columns(names), unread) if names else (dataset, ())
+    chosen, left_out = (dataset.select_columns(names), unread) if names else (dataset, ())
+    return UndecodedRows(chosen) if _has_images(chosen.features) else chosen, left_out
 
 
 def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[DatasetStream, tuple[str, ...]]:
@@ -100,7 +127,18 @@ def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[
         name, config, split = _parts(path, key)
         stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
         names, unread = split_columns(stream.column_names or [], columns)
-    return (stream.select_columns(names), unread) if names else (stream, ())
+        chosen, left_out = (stream.select_columns(names), unread) if names else (stream, ())
+        return chosen.decode(False) if _has_images(chosen.features) else chosen, left_out
+
+
+def _has_images(feature: Any) -> bool:
+    """Return whether a feature of ``datasets``, or features by column, have images."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+    return isinstance(feature, datasets.Image) or (inner is not None and _has_images(inner))
 
 
 def split_columns(names: Sequence[str], columns: Collection[str] | None) -> tuple[list[str], tuple[str, ...]]:

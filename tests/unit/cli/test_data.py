@@ -98,3 +98,11 @@ def test_chats_show_the_trained_tokens(tmp_path: Path, capsys: pytest.CaptureFix
     assert (status, "agentrl data show --sft reads rows as chats" in err) == (2, True)
     status, out, _ = show(capsys, path, "--sft", "data.limit=1")
     assert (status, "a chat of 4 messages\nuser: Who?\nassistant: Me.\n" in out) == (0, True)
+
+
+def test_images_are_shown_by_type_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.gif").write_bytes(b"GIF89a" + bytes(1200))
+    path = write(tmp_path / "rows.jsonl", {"prompt": "Is <image> red?", "pictures": "a.gif"})
+    status, out, _ = show(capsys, path, "data.image_key=pictures")
+    assert status == 0
+    assert "user: Is [image/gif, 1,206 bytes] red?" in out

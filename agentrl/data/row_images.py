@@ -1,0 +1,182 @@
+"""Images of a row's messages: parts of their content, and an image column at the places that a prompt has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl.core.errors import ConfigError
+from agentrl.core.images import IMAGE_MARK, Image, ImageSource, load_image
+from agentrl.core.types import Message
+from agentrl.data.hub import PREFIX, is_dataset
+from agentrl.data.rows import Row
+
+IMAGE_PLACE = "<image>"
+"""Stands in a text for the next image of the column ``data.image_key``, as in datasets of verl."""
+_KEY = "data.image_key"
+_USUAL_COLUMNS = ("images", "image")
+_PART_TYPES = ("text", "image", "image_url")
+_SOURCES = ("bytes", "path", "image", "image_url", "url")
+"""Keys of an image in a part of a content, in the order in which they are used; a value may be a mapping again."""
+_HINTS = ("type", "text", "detail")
+"""Further keys of such a part that change nothing; ``detail`` is OpenAI's."""
+
+
+class RowImages:
+    """Reads the contents of a row's messages, from the first to the last, and places the images of a column in them.
+
+    Args:
+        row: of the file.
+        column: ``data.image_key``, the column of its images; None: contents have their own images alone.
+
+    Raises:
+        ConfigError: the row has no such column, or an image in it cannot be read.
+    """
+
+    def __init__(self, row: Row, column: str | None) -> None:
+        self._row = row
+        self._column = column
+        self._folder = _folder(row.path)
+        self._images = () if column is None else self._read_column(column)
+        self._placed = 0
+
+    def _read_column(self, column: str) -> tuple[Image, ...]:
+        if column in self._row.values and self._row.values[column] in (None, "", []):  # a row without images
+            return ()
+        value = self._row.get_parsed(column, _KEY)
+        sources = value if isinstance(value, list | tuple) else [value]
+        where = f"{self._row.location}: {column!r} ({_KEY})"
+        return tuple(self._load(source, f"{where}, image {number}") for number, source in enumerate(sources, 1))
+
+    def read_content(self, content: object, where: str) -> tuple[Any, tuple[Image, ...]]:
+        """Return the text of a content with `IMAGE_MARK` at its images, and the images.
+
+        Args:
+            content: a text, or a list of parts ``{"type": "text" | "image" | "image_url", …}``; another value is returned as
+                it is.
+            where: the message's place, for messages.
+
+        Raises:
+            ConfigError: a part is of another type, an image cannot be read, or there is none for a place.
+        """
+        if isinstance(content, str) and IMAGE_PLACE in content:
+            if self._column is not None:
+                texts = content.split(IMAGE_PLACE)
+                return self._join(
+                    [texts[0], *(piece for text in texts[1:] for piece in (self._next(where), text))], where
+                )
+            if column := next((name for name in _USUAL_COLUMNS if name in self._row.columns), None):
+                raise ConfigError(
+                    f"{where} has {IMAGE_PLACE}, and the row a column {column!r}; set {_KEY}={column}, or remove the column "
+                    "with data.convert"
+                )
+        if isinstance(content, list | tuple) and content and all(isinstance(part, Mapping) for part in content):
+            return self._join([self._read_part(part, where) for part in content], where)
+        return content, ()
+
+    def _read_part(self, part: Mapping[str, Any], where: str) -> str | Image:
+        part = {name: value for name, value in part.items() if value is not None}  # parquet fills with nulls
+        kind = part.get("type")
+        if kind not in _PART_TYPES:
+            raise ConfigError(
+                f"{where} has a part of the type {kind!r:.40} in its content; types are {', '.join(_PART_TYPES)}"
+            )
+        if kind == "text":
+            return str(part.get("text") or "")
+        if not any(name in part for name in _SOURCES):
+            return self._next(where)
+        return self._load(part, f"{where}, its part of the type {kind}")
+
+    def _next(self, where: str) -> Image:
+        if self._column is None:
+            raise ConfigError(f"{where} has a part for an image without the image; set {_KEY} to the column of images")
+        if self._placed == len(self._images):
+            raise ConfigError(
+                f"{where} has a place for image {self._placed + 1}, and the column {self._column!r} ({_KEY}) has "
+                f"{len(self._images)} images; places are {IMAGE_PLACE} in a text and parts of the type image"
+            )
+        self._placed += 1
+        return self._images[self._placed - 1]
+
+    def _join(self, pieces: Sequence[str | Image], where: str) -> tuple[str, tuple[Image, ...]]:
+        images = tuple(piece for piece in pieces if isinstance(piece, Image))
+        if images:
+            self._refuse_marks([piece for piece in pieces if isinstance(piece, str)], where)
+        return "".join(IMAGE_MARK if isinstance(piece, Image) else piece for piece in pieces), images
+
+    def _refuse_marks(self, texts: Sequence[str], where: str) -> None:
+        if any(IMAGE_MARK in text for text in texts):
+            raise ConfigError(f"{where} has the character U+FFFC next to images, for which it stands; remove it")
+
+    def place_all(self, messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
+        """Return the messages with all images of the column: without any place for them they begin the first user message.
+
+        Raises:
+            ConfigError: there are places for some of them, or there is no user message.
+        """
+        images = self._images
+        if self._placed == len(images):
+            return messages
+        first = next((index for index, message in enumerate(messages) if message.role == "user"), None)
+        if self._placed or first is None:
+            reason = f"places for {self._placed} of them" if self._placed else "no message of the role user"
+            raise ConfigError(
+                f"{where} has {reason}, and the column {self._column!r} ({_KEY}) has {len(images)} images; places are "
+                f"{IMAGE_PLACE} in a text and parts of the type image"
+            )
+        message = messages[first]
+        if not message.images:
+            self._refuse_marks([message.content], where)
+        content = IMAGE_MARK * len(images) + message.content
+        begun = replace(message, content=content, images=(*images, *message.images))
+        return (*messages[:first], begun, *messages[first + 1 :])
+
+    def _load(self, source: ImageSource, where: str) -> Image:
+        """Return the image of a value of a dataset.
+
+        Raises:
+            ConfigError: it has none, or it cannot be read.
+        """
+        while isinstance(source, Mapping):
+            fields = {name: value for name, value in source.items() if value is not None}
+            if more := sorted(fields.keys() - {*_SOURCES, *_HINTS}):
+                raise ConfigError(
+                    f"{where} has {', '.join(more)}, which is not supported: sizes are those of the model's image processor"
+                )
+            name = next((name for name in _SOURCES if name in fields), None)
+            if name is None:
+                raise ConfigError(
+                    f"{where} has none of {', '.join(_SOURCES)}; it has: {', '.join(source) or 'nothing'}"
+                )
+            source = fields[name]
+        if isinstance(source, str | Path) and not str(source).startswith("data:"):
+            source = self._path(str(source), where)
+        try:
+            return load_image(source)
+        except OSError as error:
+            raise ConfigError(f"{where}: {source} cannot be read: {error.strerror or error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+    def _path(self, name: str, where: str) -> Path:
+        if "://" in name:
+            raise ConfigError(
+                f"{where} is the address {name:.100}: images are not downloaded; use paths, bytes or data: URLs"
+            )
+        path = Path(name).expanduser()
+        if path.is_absolute():
+            return path
+        if self._folder is None:
+            raise ConfigError(
+                f"{where} is the relative path {name:.100}, and {self._row.path} has no folder; use bytes or data: URLs"
+            )
+        return self._folder / path
+
+
+def _folder(path: Path) -> Path | None:
+    """Return the folder that relative paths in a row begin with; None for a dataset of the hub."""
+    if str(path).startswith(PREFIX):
+        return None
+    return path if is_dataset(path) and path.is_dir() else path.parent
