@@ -356,6 +356,6 @@ def _text_with_images(message: Message) -> str:
     """Return the content with type and size of each image at its place."""
     if not message.images:
         return message.content
-    first, *others = message.content.split(IMAGE_MARK)
-    shown = [f"[{image.media_type}, {len(image.data):,} bytes]" for image in message.images]
-    return first + "".join(image + text for image, text in zip(shown, others, strict=True))
+    start, *texts = message.content.split(IMAGE_MARK)
+    labels = [f"[{image.media_type}, {len(image.data):,} bytes]" for image in message.images]
+    return start + "".join(image + text for image, text in zip(labels, texts, strict=True))

@@ -182,7 +182,7 @@ def make_prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
             return (Message("user", prompt, inline=True),)
         if _messages_of_text(prompt) is None:
             row_images = RowImages(row, data.image_key)
-            text, images = row_images.read_content(prompt, where)
+            text, images = row_images.read_text(prompt, where)
             return row_images.place_all((Message("user", text, images=images),), where)
     elif not data.apply_chat_template:
         raise ConfigError(

@@ -105,8 +105,8 @@ def open_dataset(path: Path, key: str, columns: Collection[str] | None = None) -
         else:
             dataset = _from_folder(path, key)
     names, unread = split_columns(dataset.column_names, columns)
-    chosen, left_out = (dataset.select_columns(names), unread) if names else (dataset, ())
-    return UndecodedRows(chosen) if _has_images(chosen.features) else chosen, left_out
+    selected, unread_names = (dataset.select_columns(names), unread) if names else (dataset, ())
+    return UndecodedRows(selected) if _has_images(selected.features) else selected, unread_names
 
 
 def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[DatasetStream, tuple[str, ...]]:
@@ -127,11 +127,11 @@ def open_stream(path: Path, key: str, columns: Collection[str] | None) -> tuple[
         name, config, split = _parts(path, key)
         stream: Any = datasets.load_dataset(name, config, split=split, streaming=True)
         names, unread = split_columns(stream.column_names or [], columns)
-        chosen, left_out = (stream.select_columns(names), unread) if names else (stream, ())
-        return chosen.decode(False) if _has_images(chosen.features) else chosen, left_out
+        selected, unread_names = (stream.select_columns(names), unread) if names else (stream, ())
+        return selected.decode(False) if _has_images(selected.features) else selected, unread_names
 
 
-def _has_images(feature: Any) -> bool:
+def _has_images(feature: object) -> bool:
     """Return whether a feature of ``datasets``, or features by column, have images."""
     import datasets
 

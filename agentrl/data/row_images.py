@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from agentrl.core.errors import ConfigError
 from agentrl.core.images import IMAGE_MARK, Image, ImageSource, load_image
@@ -50,7 +49,7 @@ class RowImages:
         where = f"{self._row.location}: {column!r} ({_KEY})"
         return tuple(self._load(source, f"{where}, image {number}") for number, source in enumerate(sources, 1))
 
-    def read_content(self, content: object, where: str) -> tuple[Any, tuple[Image, ...]]:
+    def read_content(self, content: object, where: str) -> tuple[object, tuple[Image, ...]]:
         """Return the text of a content with `IMAGE_MARK` at its images, and the images.
 
         Args:
@@ -61,33 +60,38 @@ class RowImages:
         Raises:
             ConfigError: a part is of another type, an image cannot be read, or there is none for a place.
         """
-        if isinstance(content, str) and IMAGE_PLACE in content:
-            if self._column is not None:
-                texts = content.split(IMAGE_PLACE)
-                return self._join(
-                    [texts[0], *(piece for text in texts[1:] for piece in (self._next(where), text))], where
-                )
-            if column := next((name for name in _USUAL_COLUMNS if name in self._row.columns), None):
-                raise ConfigError(
-                    f"{where} has {IMAGE_PLACE}, and the row a column {column!r}; set {_KEY}={column}, or remove the column "
-                    "with data.convert"
-                )
-        if isinstance(content, list | tuple) and content and all(isinstance(part, Mapping) for part in content):
-            return self._join([self._read_part(part, where) for part in content], where)
+        if isinstance(content, str):
+            return self.read_text(content, where)
+        if isinstance(content, list | tuple) and content and all(isinstance(block, Mapping) for block in content):
+            return self._join([self._read_block(block, where) for block in content], where)
         return content, ()
 
-    def _read_part(self, part: Mapping[str, Any], where: str) -> str | Image:
-        part = {name: value for name, value in part.items() if value is not None}  # parquet fills with nulls
-        kind = part.get("type")
+    def read_text(self, text: str, where: str) -> tuple[str, tuple[Image, ...]]:
+        """Return a text with `IMAGE_MARK` for each `IMAGE_PLACE`, and the images; see `read_content`."""
+        if IMAGE_PLACE not in text:
+            return text, ()
+        if self._column is not None:
+            start, *texts = text.split(IMAGE_PLACE)
+            return self._join([start, *(piece for text in texts for piece in (self._next(where), text))], where)
+        if column := next((name for name in _USUAL_COLUMNS if name in self._row.columns), None):
+            raise ConfigError(
+                f"{where} has {IMAGE_PLACE}, and the row a column {column!r}; set {_KEY}={column}, or remove the column "
+                "with data.convert"
+            )
+        return text, ()
+
+    def _read_block(self, block: Mapping[str, object], where: str) -> str | Image:
+        block = {name: value for name, value in block.items() if value is not None}  # parquet fills with nulls
+        kind = block.get("type")
         if kind not in _PART_TYPES:
             raise ConfigError(
                 f"{where} has a part of the type {kind!r:.40} in its content; types are {', '.join(_PART_TYPES)}"
             )
         if kind == "text":
-            return str(part.get("text") or "")
-        if not any(name in part for name in _SOURCES):
+            return str(block.get("text") or "")
+        if not any(name in block for name in _SOURCES):
             return self._next(where)
-        return self._load(part, f"{where}, its part of the type {kind}")
+        return self._load(block, f"{where}, its part of the type {kind}")
 
     def _next(self, where: str) -> Image:
         if self._column is None:
