@@ -54,8 +54,8 @@ class ChatConversion:
     def columns(self) -> set[str] | None:
         """The columns that are read; None: all, because a conversion may read any."""
         sft = self._sft
-        keys = {self._data.input_key, sft.messages_key, sft.completion_key, sft.tools_key}
-        return None if self._data.convert is not None else keys
+        keys = {self._data.input_key, self._data.image_key, sft.messages_key, sft.completion_key, sft.tools_key}
+        return None if self._data.convert is not None else {key for key in keys if key is not None}
 
     def __call__(self, row: Row) -> Chat | None:
         """Return the chat of a row; None if ``data.convert`` leaves it out.
@@ -70,7 +70,7 @@ class ChatConversion:
         data, sft = self._data, self._sft
         untrained: frozenset[int] = frozenset()
         if row.values.get(sft.messages_key) is not None:
-            messages, first = make_messages(row, sft.messages_key, "sft.messages_key"), 0
+            messages, first = make_messages(row, sft.messages_key, "sft.messages_key", data.image_key), 0
             untrained = untrained_messages(row, sft.messages_key, "sft.messages_key")
         elif row.values.get(sft.completion_key) is not None:
             prompt = make_prompt(row, data)
@@ -79,11 +79,6 @@ class ChatConversion:
             raise ConfigError(
                 f"{row.location} has neither {sft.messages_key!r} (sft.messages_key) nor {sft.completion_key!r} "
                 f"(sft.completion_key); it has the keys: {', '.join(map(str, row.columns)) or 'none'}"
-            )
-        if number := next((index for index, message in enumerate(messages, 1) if message.images), None):
-            raise ConfigError(
-                f"{row.location}: message {number} has images, which supervised fine-tuning does not train on; leave such rows "
-                "out with data.convert"
             )
         turns = [index for index in range(first, len(messages)) if messages[index].role == "assistant"]
         if not {*turns} - untrained:

@@ -174,13 +174,13 @@ def test_keys_that_are_missing_are_named(tmp_path: Path) -> None:
     assert prompt_of(plain, DataConfig()) == (Message("user", "Write <image>."),)
 
 
-def test_chats_with_images_are_refused_for_supervised_fine_tuning(tmp_path: Path) -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "image", "image": RED_URL}]},
-        {"role": "assistant", "content": "!"},
-    ]
-    [row] = read_rows(write(tmp_path / "chats.jsonl", {"messages": messages}), "data.path")
-    with pytest.raises(
-        ConfigError, match=r"line 1: message 1 has images, which supervised fine-tuning does not train on"
-    ):
-        ChatConversion(DataConfig(), SftConfig())(row)
+def test_chats_have_images_of_parts_and_of_the_column(tmp_path: Path) -> None:
+    content = [{"type": "image", "image": RED_URL}, {"type": "image"}]
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "!"}]
+    [row] = read_rows(write(tmp_path / "chats.jsonl", {"messages": messages, "images": ["sub/blue.jpg"]}), "data.path")
+    convert = ChatConversion(IMAGES, SftConfig())
+    chat = convert(row)
+    assert chat is not None
+    assert chat.messages[0].images == (load_image(RED), load_image(BLUE))
+    assert convert.columns is not None
+    assert "images" in convert.columns
