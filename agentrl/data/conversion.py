@@ -181,7 +181,7 @@ def make_prompt(row: Row, data: DataConfig) -> tuple[Message, ...]:
         if not data.apply_chat_template:
             return (Message("user", prompt, inline=True),)
         if _messages_of_text(prompt) is None:
-            row_images = RowImages(row, data.image_key)
+            row_images = row.images(data.image_key)
             text, images = row_images.read_text(prompt, where)
             return row_images.place_all((Message("user", text, images=images),), where)
     elif not data.apply_chat_template:
@@ -208,7 +208,7 @@ def make_messages(row: Row, column: str, key: str, image_column: str | None = No
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{where} must be a text or a list of messages {{role, content}}, and is {value!r:.80}")
     clean = _as_it_is if isinstance(value, str) else row.without_fill
-    row_images = RowImages(row, image_column)
+    row_images = row.images(image_column)
     made = (
         _message(message, f"{where}, message {number}", clean, row_images) for number, message in enumerate(messages, 1)
     )

@@ -9,12 +9,11 @@ from pathlib import Path
 from agentrl.core.errors import ConfigError
 from agentrl.core.images import IMAGE_MARK, Image, ImageSource, load_image
 from agentrl.core.types import Message
-from agentrl.data.hub import PREFIX, is_dataset
-from agentrl.data.rows import Row
 
 IMAGE_PLACE = "<image>"
 """Stands in a text for the next image of the column ``data.image_key``, as in datasets of verl."""
-_KEY = "data.image_key"
+IMAGE_KEY = "data.image_key"
+"""The configuration key of the column."""
 _USUAL_COLUMNS = ("images", "image")
 _PART_TYPES = ("text", "image", "image_url")
 _SOURCES = ("bytes", "path", "image", "image_url", "url")
@@ -27,27 +26,30 @@ class RowImages:
     """Reads the contents of a row's messages, from the first to the last, and places the images of a column in them.
 
     Args:
-        row: of the file.
+        location: of the row, for messages.
+        folder: where relative paths begin; None: nowhere, as in a dataset of the hub.
+        columns: names of all columns of the row.
         column: ``data.image_key``, the column of its images; None: contents have their own images alone.
+        sources: the images of the column.
 
     Raises:
-        ConfigError: the row has no such column, or an image in it cannot be read.
+        ConfigError: an image of the column cannot be read.
     """
 
-    def __init__(self, row: Row, column: str | None) -> None:
-        self._row = row
+    def __init__(
+        self,
+        location: str,
+        folder: Path | None,
+        columns: Sequence[str],
+        column: str | None,
+        sources: Sequence[ImageSource],
+    ) -> None:
+        self._folder = folder
+        self._columns = columns
         self._column = column
-        self._folder = _folder(row.path)
-        self._images = () if column is None else self._read_column(column)
+        where = f"{location}: {column!r} ({IMAGE_KEY})"
+        self._images = tuple(self._load(source, f"{where}, image {number}") for number, source in enumerate(sources, 1))
         self._placed = 0
-
-    def _read_column(self, column: str) -> tuple[Image, ...]:
-        if column in self._row.values and self._row.values[column] in (None, "", []):  # a row without images
-            return ()
-        value = self._row.get_parsed(column, _KEY)
-        sources = value if isinstance(value, list | tuple) else [value]
-        where = f"{self._row.location}: {column!r} ({_KEY})"
-        return tuple(self._load(source, f"{where}, image {number}") for number, source in enumerate(sources, 1))
 
     def read_content(self, content: object, where: str) -> tuple[object, tuple[Image, ...]]:
         """Return the text of a content with `IMAGE_MARK` at its images, and the images.
@@ -73,9 +75,9 @@ class RowImages:
         if self._column is not None:
             start, *texts = text.split(IMAGE_PLACE)
             return self._join([start, *(piece for text in texts for piece in (self._next(where), text))], where)
-        if column := next((name for name in _USUAL_COLUMNS if name in self._row.columns), None):
+        if column := next((name for name in _USUAL_COLUMNS if name in self._columns), None):
             raise ConfigError(
-                f"{where} has {IMAGE_PLACE}, and the row a column {column!r}; set {_KEY}={column}, or remove the column "
+                f"{where} has {IMAGE_PLACE}, and the row a column {column!r}; set {IMAGE_KEY}={column}, or remove the column "
                 "with data.convert"
             )
         return text, ()
@@ -95,10 +97,12 @@ class RowImages:
 
     def _next(self, where: str) -> Image:
         if self._column is None:
-            raise ConfigError(f"{where} has a part for an image without the image; set {_KEY} to the column of images")
+            raise ConfigError(
+                f"{where} has a part for an image without the image; set {IMAGE_KEY} to the column of images"
+            )
         if self._placed == len(self._images):
             raise ConfigError(
-                f"{where} has a place for image {self._placed + 1}, and the column {self._column!r} ({_KEY}) has "
+                f"{where} has a place for image {self._placed + 1}, and the column {self._column!r} ({IMAGE_KEY}) has "
                 f"{len(self._images)} images; places are {IMAGE_PLACE} in a text and parts of the type image"
             )
         self._placed += 1
@@ -127,7 +131,7 @@ class RowImages:
         if self._placed or first is None:
             reason = f"places for {self._placed} of them" if self._placed else "no message of the role user"
             raise ConfigError(
-                f"{where} has {reason}, and the column {self._column!r} ({_KEY}) has {len(images)} images; places are "
+                f"{where} has {reason}, and the column {self._column!r} ({IMAGE_KEY}) has {len(images)} images; places are "
                 f"{IMAGE_PLACE} in a text and parts of the type image"
             )
         message = messages[first]
@@ -174,13 +178,6 @@ class RowImages:
             return path
         if self._folder is None:
             raise ConfigError(
-                f"{where} is the relative path {name:.100}, and {self._row.path} has no folder; use bytes or data: URLs"
+                f"{where} is the relative path {name:.100}, and a dataset of the hub has no folder; use bytes or data: URLs"
             )
         return self._folder / path
-
-
-def _folder(path: Path) -> Path | None:
-    """Return the folder that relative paths in a row begin with; None for a dataset of the hub."""
-    if str(path).startswith(PREFIX):
-        return None
-    return path if is_dataset(path) and path.is_dir() else path.parent

@@ -26,7 +26,8 @@ from agentrl.containers.task_folder import find_task_folders, is_task_folder
 from agentrl.core.errors import ConfigError
 from agentrl.core.extras import require
 from agentrl.core.reading import reading
-from agentrl.data.hub import is_dataset, open_dataset, split_columns
+from agentrl.data.hub import PREFIX, is_dataset, open_dataset, split_columns
+from agentrl.data.row_images import IMAGE_KEY, RowImages
 from agentrl.data.task_folders import read_task_folder
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -91,6 +92,23 @@ class Row:
     def get_parsed(self, column: str, key: str) -> object:
         """Return the value of ``column`` as `get` does; a list or an object that a cell of a CSV file has as JSON is parsed."""
         return self._parse_cell(self.get(column, key))
+
+    def images(self, column: str | None) -> RowImages:
+        """Return what places images in the row's messages.
+
+        Args:
+            column: of images (``data.image_key``); None: messages have their own images alone.
+
+        Raises:
+            ConfigError: the row has no such column, or an image in it cannot be read.
+        """
+        folder = self.path if is_dataset(self.path) and self.path.is_dir() else self.path.parent
+        base = None if str(self.path).startswith(PREFIX) else folder
+        value = None
+        if column is not None and (column not in self.values or self.values[column] not in (None, "")):
+            value = self.get_parsed(column, IMAGE_KEY)
+        sources = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        return RowImages(self.location, base, self.columns, column, sources)
 
     def _parse_cell(self, value: object) -> object:
         if self.path.suffix != ".csv" or not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
