@@ -24,7 +24,7 @@ def play_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlayOn]:
 
 
 def test_an_episode_is_the_same_bit_for_bit_on_the_embedded_engine(play_on: PlayOn) -> None:
-    play_on(temperature=1.0).check(3, seed=0)
+    play_on(temperature=1.0).check(2, seed=0)
 
 
 @long_proof

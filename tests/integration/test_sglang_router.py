@@ -51,14 +51,14 @@ async def all_sampling(fleet: Fleet, seconds: float) -> None:
 async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
     names = [f"s{number}" for number in range(6)]
     begun = time.monotonic()
-    await asyncio.gather(*(sample(fleet, name, 400) for name in names))
+    await asyncio.gather(*(sample(fleet, name, 160) for name in names))
     seconds = time.monotonic() - begun
-    requests = [asyncio.ensure_future(sample(fleet, name, 400)) for name in names]
+    requests = [asyncio.ensure_future(sample(fleet, name, 160)) for name in names]
     await all_sampling(fleet, seconds / 8)
     await fleet.sampler.abort("s5")
     cut = await requests.pop()
     assert cut.finish_reason is FinishReason.ABORT
-    assert 0 < len(cut.token_ids) < 400
+    assert 0 < len(cut.token_ids) < 160
 
     await asyncio.gather(*(engine.pause("abort") for engine in fleet.live))
     await asyncio.gather(*(engine.updates.from_disk(second, 4) for engine in fleet.live))
@@ -67,16 +67,16 @@ async def aborted_and_updated(fleet: Fleet, second: Path) -> None:
     await fleet.live[1].resume()
     for generation in await asyncio.gather(*requests):
         assert generation.finish_reason is FinishReason.LENGTH
-        assert len(generation.token_ids) == len(generation.logprobs) == 400
+        assert len(generation.token_ids) == len(generation.logprobs) == 160
         [(start, old), (then, new)] = generation.versions
         assert (start, old, new) == (0, 0, 4)
-        assert 0 < then < 400
+        assert 0 < then < 160
 
 
 async def lost_in_mid_rollout(fleet: Fleet, fault: signal.Signals, calm: dict[str, Generation]) -> None:
     await fleet.flush()
     begun = fleet.sampler.counts["prompt"]
-    playing = asyncio.ensure_future(play(fleet, sessions=8, turns=2, tokens=60))
+    playing = asyncio.ensure_future(play(fleet, sessions=4, turns=2, tokens=40))
     await until(lambda: fleet.sampler.counts["prompt"] > begun)
     os.kill(router_pid(fleet), fault)
     assert tokens(await playing) == tokens(calm)
@@ -93,7 +93,7 @@ def test_pauses_aborts_and_the_end_of_the_router(tmp_path: Path) -> None:
         async with opened(config, first, tmp_path) as fleet:
             await aborted_and_updated(fleet, second)
             await fleet.flush()
-            calm = await play(fleet, sessions=8, turns=2, tokens=60)
+            calm = await play(fleet, sessions=4, turns=2, tokens=40)
             await lost_in_mid_rollout(fleet, signal.SIGKILL, calm)
             await lost_in_mid_rollout(fleet, signal.SIGSTOP, calm)
             os.kill(router_pid(fleet), signal.SIGKILL)

@@ -264,8 +264,8 @@ def test_levels_need_a_curriculum() -> None:
         LevelCurriculum([Task("t", (Message("user", "a"),))], 0)
 
 
-def test_64_episodes_at_the_same_time() -> None:
-    tasks = split(datasets={"chain_sum": {}, "countdown": {}, "knights_knaves": {}}, size=64)
+def test_24_episodes_at_the_same_time() -> None:
+    tasks = split(datasets={"chain_sum": {}, "countdown": {}, "knights_knaves": {}}, size=24)
 
     async def play(task: Task, answer: str) -> float:
         env = ReasoningGymEnv(answer="text")
@@ -277,5 +277,5 @@ def test_64_episodes_at_the_same_time() -> None:
         return await asyncio.gather(*(play(task, task.answer if n % 2 else "no") for n, task in enumerate(made)))
 
     rewards = asyncio.run(play_all())
-    assert rewards[1::2] == [1.0] * 32
+    assert rewards[1::2] == [1.0] * 12
     assert max(rewards[::2]) < 0.1
