@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import mcp.types as types
 
 from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
+from agentrl.core.extras import require
+from agentrl.core.images import IMAGE_MARK, Image
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.core.user_code import TimeLimitExceeded
@@ -54,12 +57,14 @@ class McpService(HostedService):
 
         Raises:
             ConfigError: no server or two are configured, or a tool of the server has an invalid schema.
-            MissingError: the program does not exist, or the server does not answer.
+            MissingError: the program does not exist, the server does not answer, or with images Pillow is not installed.
         """
         if not options.command and not options.url:
             options = options.model_copy(update={"command": self.command, "url": self.url})
         key = f"tools.{self.name}"
         options.check(key)
+        if options.images:
+            require("PIL", f"{key}.images=true")
         source = McpSource(options, key)
         return [McpTool(source, tool) for tool in _cached_tools(options.model_dump_json(), key)]
 
@@ -181,7 +186,8 @@ class McpTool(HostedTool):
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{call.name} did not answer in {limit:g} s")
         except ValueError as error:
             return ToolResult(call.id, ToolStatus.INVALID, f"{call.name}: {error}")
-        return from_mcp(call, result, self._source.options.max_chars)
+        options = self._source.options
+        return from_mcp(call, result, options.max_chars, reads_images=options.images)
 
     async def end(self, session: ToolSession) -> None:
         """Close the session's connection."""
@@ -192,25 +198,69 @@ class McpTool(HostedTool):
         await self._source.close()
 
 
-def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int) -> ToolResult:
-    """Return an MCP result as a `ToolResult`: texts joined, other content named, the structured content as data."""
-    texts = [_block_text(block) for block in result.content]
+def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int, *, reads_images: bool = False) -> ToolResult:
+    """Return an MCP result as a `ToolResult`: texts joined, images in their places, the structured content as data.
+
+    Content that is not carried is named in the text.
+
+    Args:
+        call: which it answers.
+        result: of the server.
+        max_chars: of the text. The middle of a longer one is left out, and the images follow it.
+        reads_images: carry images.
+    """
+    blocks = [_read_block(block, images=reads_images) for block in result.content]
     data: Any = result.structured_content
-    if not texts and data is not None:
-        texts = [json.dumps(data, ensure_ascii=False)]
-    content = cut_middle("\n".join(text for text in texts if text), max_chars) or "[no output]"
-    return ToolResult(call.id, ToolStatus.ERROR if result.is_error else ToolStatus.OK, content, data)
+    if not blocks and data is not None:
+        blocks = [json.dumps(data, ensure_ascii=False)]
+    images = tuple(block for block in blocks if isinstance(block, Image))
+    texts = [block for block in blocks if isinstance(block, str) and block]
+    if images:
+        texts = [text.replace(IMAGE_MARK, "\N{REPLACEMENT CHARACTER}") for text in texts]
+    if images and sum(map(len, texts)) <= max_chars:
+        escaped = iter(texts)
+        content = "\n".join(IMAGE_MARK if isinstance(block, Image) else next(escaped) for block in blocks if block)
+    else:
+        text = cut_middle("\n".join(texts), max_chars)
+        content = "\n".join(filter(None, (text, IMAGE_MARK * len(images)))) or "[no output]"
+    return ToolResult(call.id, ToolStatus.ERROR if result.is_error else ToolStatus.OK, content, data, images)
 
 
-def _block_text(block: types.ContentBlock) -> str:
+def _read_block(block: types.ContentBlock, *, images: bool) -> str | Image:
+    """Return the text or image of a block of content; a text that names it if it is neither.
+
+    Args:
+        block: of the result.
+        images: whether images are carried.
+    """
     match block:
         case types.TextContent():
             return block.text
         case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
             return resource.text
+        case types.ImageContent() if images:
+            return _read_image(block.data, f"{block.type} of type {block.mime_type}")
+        case types.EmbeddedResource(resource=types.BlobResourceContents(mime_type=str(kind)) as resource) if (
+            images and kind.startswith("image/")
+        ):
+            return _read_image(resource.blob, f"{kind} at {resource.uri}")
         case types.EmbeddedResource(resource=resource):
-            return f"[{resource.mime_type or 'a file'} at {resource.uri} left out: only text can be read]"
+            return f"[{resource.mime_type or 'a file'} at {resource.uri} left out: {_readable(images)}]"
         case types.ResourceLink():
             return f"[{block.name}: {block.uri}]"
         case _:
-            return f"[{block.type} of type {block.mime_type} left out: only text can be read]"
+            return f"[{block.type} of type {block.mime_type} left out: {_readable(images)}]"
+
+
+def _readable(images: bool) -> str:
+    return "only text and images can be read" if images else "only text can be read"
+
+
+def _read_image(data: str, name: str) -> Image | str:
+    """Return an image that can be decoded, or a text that names it."""
+    try:
+        image = Image(base64.b64decode(data, validate=True))
+        image.to_pil()
+    except ValueError as error:
+        return f"[{name} left out: {error}]"
+    return image

@@ -72,6 +72,8 @@ class McpOptions(Section):
     """Seconds until the server must answer."""
     max_chars: int = Field(default=8000, ge=100)
     """Characters of a result that the policy reads; the middle of longer ones is left out."""
+    images: bool = False
+    """Whether images of results reach the policy, which must be a vision-language model. Otherwise a text names them."""
 
     def argv(self) -> tuple[str, ...]:
         """Return the command as a list of words."""

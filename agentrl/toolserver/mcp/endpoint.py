@@ -6,11 +6,13 @@ protocol's DELETE, or after ``server.idle_timeout_s``. A result's status is in i
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any
 
 import mcp.types as types
@@ -25,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from agentrl.core.extras import DISTRIBUTION
+from agentrl.core.images import IMAGE_MARK
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver import request_limits
 from agentrl.toolserver.server.app import MCP_PATH
@@ -110,9 +113,21 @@ def _as_mcp(result: ToolResult) -> types.CallToolResult:
     meta: dict[str, Any] = {STATUS: result.status.value}
     if result.data is not None:
         meta[DATA] = result.data
-    return types.CallToolResult(
-        content=[types.TextContent(text=result.content)], is_error=result.status is not ToolStatus.OK, _meta=meta
-    )
+    return types.CallToolResult(content=_blocks(result), is_error=result.status is not ToolStatus.OK, _meta=meta)
+
+
+def _blocks(result: ToolResult) -> list[types.ContentBlock]:
+    """Return the content of a result: its texts and images, in their order."""
+    if not result.images:
+        return [types.TextContent(text=result.content)]
+    blocks: list[types.ContentBlock] = []
+    for text, image in zip_longest(result.content.split(IMAGE_MARK), result.images):
+        if text:
+            blocks.append(types.TextContent(text=text))
+        if image is not None:
+            data = base64.b64encode(image.data).decode("ascii")
+            blocks.append(types.ImageContent(data=data, mime_type=image.media_type))
+    return blocks
 
 
 class _Endpoint:
