@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from agentrl.core.errors import ConfigError
+from agentrl.core.images import IMAGE_MARK, Image, without_marks
 from agentrl.core.imports import load_object
 from agentrl.core.task import MadeTasks, Task
 from agentrl.core.types import THINK_END, Message
@@ -109,10 +110,20 @@ def read_json(answer: str) -> object:
         raise ActionError(f"{answer!r:.100} is no JSON") from None
 
 
-def opening(prompt: tuple[Message, ...], *texts: str) -> tuple[Message, ...]:
-    """Return the first messages of an episode: a prompt whose last message goes on with ``texts``, empty ones left out."""
+def opening(prompt: tuple[Message, ...], *texts: str, image: Image | None = None) -> tuple[Message, ...]:
+    """Return the first messages of an episode: a prompt whose last message goes on with ``texts``, empty ones left out.
+
+    Args:
+        prompt: the messages of the task.
+        texts: what follows in the last of them.
+        image: follows ``texts``.
+    """
     *earlier, last = prompt or (Message("user", ""),)
-    return (*earlier, Message(last.role, "\n\n".join(filter(None, (last.content, *texts)))))
+    images = (*last.images, *(() if image is None else (image,)))
+    content = last.content if last.images or not images else without_marks(last.content)
+    if images:
+        texts = (*map(without_marks, texts), *(() if image is None else (IMAGE_MARK,)))
+    return (*earlier, Message(last.role, "\n\n".join(filter(None, (content, *texts))), images=images))
 
 
 class InvalidTurns:

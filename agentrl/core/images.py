@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 IMAGE_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands in the text of a message for each of its images. In a message without images it is text."""
 
+
+def without_marks(text: str) -> str:
+    """Return a text from elsewhere that stands next to images: `IMAGE_MARK` in it becomes U+FFFD."""
+    return text.replace(IMAGE_MARK, "\N{REPLACEMENT CHARACTER}")
+
+
 _SIGNATURES = {
     b"\x89PNG\r\n\x1a\n": "image/png",
     b"\xff\xd8\xff": "image/jpeg",

@@ -22,10 +22,14 @@ from agentrl.adapters.base import (
 from agentrl.adapters.gymnasium.space_text import (
     ActionText,
     check_observations,
+    has_text,
+    rendered_image,
     rendered_text,
 )
 from agentrl.core.env import Env, Step
 from agentrl.core.errors import ConfigError, unknown_name
+from agentrl.core.extras import require
+from agentrl.core.images import Image
 from agentrl.core.imports import is_reference, load_module, load_object
 from agentrl.core.task import Task
 from agentrl.core.types import Action, Info, Message, Observation
@@ -33,6 +37,8 @@ from agentrl.core.user_code import calling
 
 ANSI = "ansi"
 """Value of ``env.options.observation`` for an environment's own text rendering."""
+RGB_ARRAY = "rgb_array"
+"""Render mode of images."""
 AnyEnv = gymnasium.Env[Any, Any]
 _VERSIONED = re.compile(r"-v\d+$")
 
@@ -47,6 +53,8 @@ class GymnasiumEnv(Env):
         max_steps: steps after which an episode is truncated, in place of the environment's own limit.
         prompt: text in front of the first observation.
         observation: ``ansi``, or a function ``(observation, info) -> str`` as ``file.py:function``; by default a rule by space.
+        images: what ``render`` returns (``rgb_array``) is an image behind the text of each observation; observations whose space
+            has no text are the image alone.
         action: a function ``(text) -> action``, which raises a ValueError with a text for the policy, as ``file.py:function``;
             by default a rule by space.
         actions: names of the actions of a discrete space.
@@ -63,6 +71,7 @@ class GymnasiumEnv(Env):
         max_steps: int | None = None,
         prompt: str = "",
         observation: str | None = None,
+        images: bool = False,
         action: str | None = None,
         actions: Sequence[str] = (),
         digits: int = 4,
@@ -74,13 +83,20 @@ class GymnasiumEnv(Env):
         Raises:
             UnknownNameError: Gymnasium has none of the id.
             ConfigError: it cannot be made, an option does not fit it, or its spaces have no text.
+            MissingError: with ``images`` Pillow is not installed.
         """
         for name, number in (("max_steps", max_steps), ("digits", digits)):
             if number is not None and number < 1:
                 raise ConfigError(f"env.options.{name}={number} must be at least 1")
         options = dict(kwargs or {})
-        if observation == ANSI:
-            options["render_mode"] = ANSI
+        if images:
+            require("PIL", "env.options.images=true")
+            if observation == ANSI:
+                raise ConfigError(
+                    "env.options.images=true with env.options.observation=ansi: an environment renders in one way; leave out one"
+                )
+        if images or observation == ANSI:
+            options["render_mode"] = RGB_ARRAY if images else ANSI
         self._env = _make(id, options, max_steps)
         self._prompt = prompt
         self._digits = digits
@@ -88,7 +104,9 @@ class GymnasiumEnv(Env):
         self._to_text: Callable[[Any, Info], str] | None = None
         if observation is not None and observation != ANSI:
             self._to_text = load_function(observation, "env.options.observation")
-        elif observation is None:
+        self._has_images = images
+        self._has_text = observation is not None or not images or has_text(self._env.observation_space)
+        if observation is None and not images:
             check_observations(self._env.observation_space)
         self._parse: Callable[[str], Any]
         if action is None:
@@ -115,7 +133,8 @@ class GymnasiumEnv(Env):
         super().reset(seed=seed, options=options)
         self._start(self._reset_seed())
         prompt = self.task.prompt or ((Message("user", self._prompt),) if self._prompt else ())
-        return opening(prompt, self._rule, self._observation_text(self._first, self._info)), {}
+        text = self._observation_text(self._first, self._info)
+        return opening(prompt, self._rule, text, image=self._frame()), {}
 
     def _reset_seed(self) -> int:
         seed = self.task.metadata.get("seed")
@@ -144,8 +163,8 @@ class GymnasiumEnv(Env):
         self._steps += 1
         observation, reward, terminated, truncated, self._info = self._env.step(parsed)
         over = bool(terminated or truncated)
-        message = Message("user", self._observation_text(observation, self._info))
-        return (message,), float(reward), bool(terminated), bool(truncated), self._metrics() if over else {}
+        added = opening((), self._observation_text(observation, self._info), image=self._frame())
+        return added, float(reward), bool(terminated), bool(truncated), self._metrics() if over else {}
 
     def _metrics(self) -> Info:
         metrics = {"steps": float(self._steps), "invalid_turns": float(self._invalid.count)}
@@ -154,11 +173,16 @@ class GymnasiumEnv(Env):
         return {"metrics": metrics | {str(name): float(value) for name, value in env_metrics.items()}}
 
     def _observation_text(self, observation: object, info: Info) -> str:
+        if not self._has_text:
+            return ""
         if self._is_rendered:
             return rendered_text(self._env.render())
         if self._to_text is not None:
             return str(self._to_text(observation, info))
         return value_text(observation, self._digits) or "(nothing)"
+
+    def _frame(self) -> Image | None:
+        return rendered_image(self._env.render()) if self._has_images else None
 
     @override
     def close(self) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from agentrl.adapters.base import ActionError, read_json, tagged_answer, to_json
 from agentrl.core.errors import ConfigError
+from agentrl.core.images import Image, load_image
 
 AnySpace = spaces.Space[Any]
 Numbers = int | NDArray[Any]
@@ -45,6 +46,32 @@ def check_observations(space: AnySpace, name: str = "") -> None:
             )
     elif not isinstance(space, spaces.Discrete | spaces.Text):
         raise ConfigError(f"{about} are of the space {space!r:.200}, which has no text; {hint}")
+
+
+def has_text(space: AnySpace) -> bool:
+    """Return whether the observations of a space have a text; see `check_observations`."""
+    try:
+        check_observations(space)
+    except ConfigError:
+        return False
+    return True
+
+
+def rendered_image(frame: object) -> Image:
+    """Return what ``render`` of the mode ``rgb_array`` returned as an image.
+
+    Raises:
+        ConfigError: it is no array of colours.
+    """
+    if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3 and frame.shape[2] == 3):
+        shown = f"{frame.dtype} {frame.shape}" if isinstance(frame, np.ndarray) else type(frame).__name__
+        raise ConfigError(
+            f"env.options.images=true: render of the mode rgb_array returned {shown}, and no array of uint8 in the shape "
+            "(height, width, 3); leave the option out"
+        )
+    from PIL import Image as pil
+
+    return load_image(pil.fromarray(frame))
 
 
 def rendered_text(frame: object) -> str:

@@ -17,7 +17,7 @@ import mcp.types as types
 from agentrl.config.base import Section
 from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.extras import require
-from agentrl.core.images import IMAGE_MARK, Image
+from agentrl.core.images import IMAGE_MARK, Image, without_marks
 from agentrl.core.tool import Tool
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.core.user_code import TimeLimitExceeded
@@ -216,7 +216,7 @@ def from_mcp(call: ToolCall, result: types.CallToolResult, max_chars: int, *, re
     images = tuple(block for block in blocks if isinstance(block, Image))
     texts = [block for block in blocks if isinstance(block, str) and block]
     if images:
-        texts = [text.replace(IMAGE_MARK, "\N{REPLACEMENT CHARACTER}") for text in texts]
+        texts = [without_marks(text) for text in texts]
     if images and sum(map(len, texts)) <= max_chars:
         escaped = iter(texts)
         content = "\n".join(IMAGE_MARK if isinstance(block, Image) else next(escaped) for block in blocks if block)

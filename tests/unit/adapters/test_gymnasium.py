@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
+from PIL import Image as pil
 
 from agentrl import ConfigError, Message, Task
 from agentrl.adapters.base import ActionError, value_text
 from agentrl.adapters.gymnasium import GymnasiumEnv
 from agentrl.adapters.gymnasium.space_text import ActionText, check_observations, rendered_text
 from agentrl.core.errors import UnknownNameError
-from agentrl.core.types import StopReason
+from agentrl.core.images import IMAGE_MARK, Image, load_image
+from agentrl.core.types import StopReason, message_with_images
 from agentrl.testing import check_env, play_episode
 
 NAMES = ("left", "down", "right", "up")
@@ -264,3 +266,68 @@ def test_64_episodes_at_the_same_time_replay() -> None:
     together = asyncio.run(_play_64(slippery))
     assert together == asyncio.run(_play_64(slippery))
     assert len(set(together)) > 30
+
+
+class Painter(gymnasium.Env[Any, Any]):
+    """Shows a picture that is as bright as the steps that were made; three steps."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    action_space = spaces.Discrete(2)
+
+    def __init__(
+        self, render_mode: str | None = None, pixels: bool = False, shape: tuple[int, ...] = (4, 6, 3)
+    ) -> None:
+        self.render_mode, self._shape = render_mode, shape
+        self.observation_space = spaces.Box(0, 255, shape, np.uint8) if pixels else spaces.Text(9)
+        self._pixels = pixels
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observe(), {}
+
+    def step(self, action: Any) -> Any:
+        self._steps += 1
+        return self._observe(), 1.0, self._steps == 3, False, {}
+
+    def _observe(self) -> Any:
+        return self.render() if self._pixels else f"{self._steps}{IMAGE_MARK}"
+
+    def render(self) -> Any:
+        return np.full(self._shape, 20 * self._steps, np.uint8)
+
+
+PAINTER: dict[str, Any] = {"id": f"{Path(__file__)}:Painter", "images": True}
+
+
+def painted(steps: int) -> Image:
+    return load_image(pil.new("RGB", (6, 4), (20 * steps,) * 3))
+
+
+@pytest.mark.parametrize("pixels", [False, True])
+def test_frames_are_images_behind_the_text(pixels: bool) -> None:
+    env = GymnasiumEnv(**PAINTER, kwargs={"pixels": pixels})
+    picture = message_with_images("user", "Play:", painted(9))
+    observation, _ = env.reset(seed=1, options={"task": Task("t", (Message("system", "!"), picture))})
+    assert isinstance(observation, tuple)
+    first = observation[1]
+    assert isinstance(first, Message)
+    assert first.images == (painted(9), painted(0)), "the task's own picture stays"
+    text = "" if pixels else "\n\n0\N{REPLACEMENT CHARACTER}"
+    assert first.content.startswith(f"Play:{IMAGE_MARK}\n\nEnd your answer with <action>")
+    assert first.content.endswith(f"from 0 to 1.{text}\n\n{IMAGE_MARK}")
+    [answer] = env.step(Message("assistant", "1"))[0]
+    assert answer == Message(
+        "user", ("" if pixels else "1\N{REPLACEMENT CHARACTER}\n\n") + IMAGE_MARK, images=(painted(1),)
+    )
+    [refusal] = env.step(Message("assistant", "7"))[0]
+    assert refusal.images == ()
+    assert check_env(partial(GymnasiumEnv, **PAINTER, kwargs={"pixels": pixels})) == ()
+
+
+def test_what_renders_no_picture_is_refused() -> None:
+    env = GymnasiumEnv(**PAINTER, kwargs={"shape": (4, 6)})
+    with pytest.raises(ConfigError, match=r"rgb_array returned uint8 \(4, 6\), and no array"):
+        env.reset(seed=1, options={"task": Task("t", ())})
+    with pytest.raises(ConfigError, match="renders in one way"):
+        GymnasiumEnv(**PAINTER, observation="ansi")
