@@ -183,7 +183,9 @@ FAMILIES = {
 _ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 
-def write_processor_folder(folder: Path, family: str, *, template: str = "", weights: bool = False) -> Path:
+def write_processor_folder(
+    folder: Path, family: str, *, template: str = "", weights: bool = False, patch: int | None = None
+) -> Path:
     """Write the folder of a tiny model of a family, and return it.
 
     Args:
@@ -191,8 +193,9 @@ def write_processor_folder(folder: Path, family: str, *, template: str = "", wei
         family: a name of `FAMILIES`.
         template: in place of the family's.
         weights: write random weights (float32) too.
+        patch: sides of a patch in pixels, in place of the family's here; SGLang computes Qwen2.5-VL with 14 alone.
     """
-    form = FAMILIES[family]
+    form = FAMILIES[family] if patch is None else _with_patches(FAMILIES[family], patch)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _byte_tokenizer(form)
     tokenizer.chat_template = template or _PARTS.replace("IMAGE", form.image) + form.template
@@ -212,6 +215,14 @@ def write_processor_folder(folder: Path, family: str, *, template: str = "", wei
     if weights:
         _write_weights(folder)
     return folder
+
+
+def _with_patches(form: Family, patch: int) -> Family:
+    """Return a family of the Qwen-VL kind with patches of another size."""
+    processor = _patches(form.image_processor["image_processor_type"], patch)
+    vision = form.model["vision_config"] | {"patch_size": patch}
+    vision |= {"window_size": 4 * patch} if "window_size" in vision else {}
+    return form._replace(image_processor=form.image_processor | processor, model=form.model | {"vision_config": vision})
 
 
 def _write_weights(folder: Path) -> None:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,14 @@ class Image:
     def media_type(self) -> str:
         """Its type, such as ``image/png``."""
         return _media_type(self.data)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels as the header of a PNG says them, which nothing decodes; ``(0, 0)`` in other formats."""
+        if self.media_type != "image/png" or len(self.data) < 24:
+            return 0, 0
+        width, height = struct.unpack(">II", self.data[16:24])
+        return int(width), int(height)
 
     @property
     def data_url(self) -> str:

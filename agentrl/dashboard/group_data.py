@@ -58,7 +58,7 @@ def rollout_tokens(run: DashboardRun, key: FileKey, start: int, end: int) -> tup
     if isinstance(scan.rollout, str):
         raise ConfigError(f"step {key.step}, byte {start}: {scan.rollout}")
     vocabulary = TokenIds()
-    packed = pack_rollout(scan.rollout, vocabulary)
+    packed = pack_rollout(scan.rollout, vocabulary, with_images=True)
     return packed, vocabulary_data(vocabulary.ids, run.decode())
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import orjson
+from PIL import Image as pil
 
 from agentrl.config.layers import save_config
 from agentrl.config.load import validate
+from agentrl.core.images import ImageSpan, load_image
 from agentrl.core.types import (
     Failure,
     FailureKind,
@@ -33,6 +35,10 @@ from benchmarks.viewer import synthetic_entries
 
 EVIL = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'><!-- <b>bold</b>"
 SAMPLED = Provenance.SAMPLED
+
+
+PICTURE = load_image(pil.new("RGB", (20, 10), "red"))
+"""Of rollout ``3/1``, in place of its second token."""
 
 
 def rollout(tokenizer, step, number, words, **changes):
@@ -78,6 +84,9 @@ def record(folder, tokenizer):
                 tokenizer, 3, 0, [EVIL], label=EVIL, metadata={EVIL: EVIL}, stop_reason=StopReason.MAX_TURNS
             )
             rollouts[1] = rollout(tokenizer, 3, 1, ["a snow☃man 🙂 here"])
+            rollouts[1].images = {PICTURE.digest: PICTURE}
+            row = rollouts[1].rows[0]
+            rollouts[1].rows[0] = dataclasses.replace(row, images=(ImageSpan(1, 1, PICTURE.digest),))
             gone = Failure(FailureKind.TOOL, "ToolFailure", f"search is gone {EVIL}")
             rollouts[2] = rollout(
                 tokenizer, 3, 2, ["x"], rows=[], failure=gone, stop_reason=StopReason.FAILED, dropped=True

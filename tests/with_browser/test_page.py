@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from run_folders import EVIL, record, rollout
+from run_folders import EVIL, PICTURE, record, rollout
 from shared_runs import here
 
 from agentrl.core.types import (
@@ -51,9 +51,10 @@ def opened(browser, request):
 
     yield visit
     assert faults == []
-    assert {url.partition("#")[0] for url in requests} <= {page.as_uri(), "about:blank"}
+    urls = {url.partition("#")[0] for url in requests}
+    assert {url for url in urls if not url.startswith("data:image/png;")} <= {page.as_uri(), "about:blank"}
     assert window.evaluate("window.hacked") is None
-    assert window.locator("script").count() == 4
+    assert window.locator("script").count() == 5
     window.close()
 
 
@@ -72,6 +73,15 @@ def test_the_list_and_the_first_rollout_are_there(opened):
     assert window.locator("#right h2").inner_text().startswith("3/0")
     assert window.locator("#notes").is_hidden()
     assert window.locator("#curve .line").count() == 2
+
+
+def test_an_image_is_shown_at_its_place(opened):
+    window = opened("#r=3/1")
+    image = window.locator("#text .picture img")
+    assert image.evaluate("image => [image.naturalWidth, image.naturalHeight]") == [20, 10]
+    assert f"1 token · {PICTURE.digest[:12]}" in window.locator("#text .picture").inner_text()
+    places = window.locator("#text .words").first.locator(":scope > *")
+    assert places.evaluate_all("all => all.slice(0, 3).map(each => each.classList[0])") == ["t", "picture", "t"]
 
 
 def test_hover_says_everything_of_a_token(opened):

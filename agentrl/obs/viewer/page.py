@@ -2,7 +2,7 @@
 
 The index of all rollouts is parsed at once; the tokens of a rollout are unpacked when it is opened. Text of rollouts is
 untrusted: the page contains it only as JSON with every ``<`` escaped, or packed; the script inserts it as text nodes; and a
-content security policy allows only the page's own script.
+content security policy allows only the page's own script, and images that the page itself contains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl.obs.metrics import read_metrics
-from agentrl.obs.viewer.page_data import Index, Vocabulary, json_bytes, pack_rollout
+from agentrl.obs.viewer.page_data import Index, Vocabulary, image_urls, json_bytes, pack_rollout
 from agentrl.obs.viewer.run_files import Entry, RunFiles
 
 TokenText = str | bytes
@@ -90,10 +90,13 @@ def build_page(
     """
     index, vocabulary = Index(), Vocabulary()
     packed: list[str] = []
+    images: dict[str, str] = {}
     tokens = 0
     for entry in entries:
         packed.append(base64.b64encode(pack_rollout(entry.rollout, vocabulary)).decode())
         index.add(entry, len(packed[-1]))
+        new_images = {digest: image for digest, image in entry.rollout.images.items() if digest not in images}
+        images |= image_urls(new_images.values())
         tokens += sum(len(row.token_ids) for row in entry.rollout.rows)
     curve, left_out = curve_data(metrics)
     head = {
@@ -108,6 +111,7 @@ def build_page(
         "title": html.escape(title),
         "index": _script_safe(head),
         "vocabulary": _script_safe(vocabulary_data(vocabulary.ids, decode)),
+        "images": _script_safe(images),
         "blobs": "".join(packed),
     }
     return Page(_assemble(parts), len(index), tokens)
@@ -166,7 +170,8 @@ def _assemble(parts: Mapping[str, str]) -> bytes:
     style = "\n".join((assets / name).read_text("utf-8") for name in STYLES)
     source = "\n".join((assets / name).read_text("utf-8") for name in SCRIPTS)
     script = "'use strict';\n(() => {\n" + _MODULE_SYNTAX.sub("", source) + "\n})();\n"
-    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
+    sources = f"script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:"
+    policy = f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
     values = {**parts, "style": style, "script": script, "policy": policy}
     template = (assets / "page.html").read_text(encoding="utf-8")
     pieces = template.split("{{")

@@ -8,7 +8,8 @@ The index is stored by column. The page unpacks the tokens of a rollout when it 
                         log-probabilities, float16 [S], of the sampled tokens only )
 
 All numbers are little-endian. Token numbers are indices into the page's vocabulary, not the tokenizer's ids. Versions and
-requests are run-length encoded in the header: ``[[start, value], …]``.
+requests are run-length encoded in the header: ``[[start, value], …]``. Images of a row are ``[[start, length, digest], …]``:
+they are shown in place of these tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agentrl.core.images import Image
 from agentrl.core.types import Provenance, Rollout, Row
 from agentrl.obs.rollout_format import player_to_dict
 from agentrl.obs.viewer.run_files import Entry
@@ -48,11 +50,20 @@ class Vocabulary:
         return np.array(numbers, np.uint32)[inverse_T] if numbers else np.zeros(0, np.uint32)
 
 
-def pack_rollout(rollout: Rollout, vocabulary: Vocabulary) -> bytes:
-    """Return a rollout's tokens and the details that are shown when it is opened."""
+def pack_rollout(rollout: Rollout, vocabulary: Vocabulary, *, with_images: bool = False) -> bytes:
+    """Return a rollout's tokens and the details that are shown when it is opened.
+
+    Args:
+        rollout: to pack.
+        vocabulary: numbers its tokens.
+        with_images: with its images. A page has those of all rollouts once instead.
+    """
     numbers = [vocabulary.number(row.token_ids) for row in rollout.rows]
     wide = any(number.size and int(number.max()) > 0xFFFF for number in numbers)
-    header = json_bytes({"wide": wide, "rows": [_row_header(row) for row in rollout.rows], **_details(rollout)})
+    header = json_bytes(
+        {"wide": wide, "rows": [_row_header(row) for row in rollout.rows], **_details(rollout)}
+        | ({"images": image_urls(rollout.images.values())} if with_images else {})
+    )
     buffers = [struct.pack("<I", len(header)), header]
     for row, number in zip(rollout.rows, numbers, strict=True):
         flags = row.provenance | row.mask << 2 | row.mask_reason << 3
@@ -62,6 +73,11 @@ def pack_rollout(rollout: Rollout, vocabulary: Vocabulary) -> bytes:
         with np.errstate(over="ignore"):  # values below float16's range become minus infinity
             buffers.append(row.logprobs[sampled].astype("<f2").tobytes())
     return zlib.compress(b"".join(buffers), _LEVEL)
+
+
+def image_urls(images: Iterable[Image]) -> dict[str, str]:
+    """Return images as ``data:`` URLs by digest. Their types are those of pictures alone: none can hold a script."""
+    return {image.digest: image.data_url for image in images}
 
 
 def _row_header(row: Row) -> dict[str, Any]:
@@ -74,6 +90,7 @@ def _row_header(row: Row) -> dict[str, Any]:
         "versions": runs(row.versions),
         "requests": runs(row.requests),
         "request_ids": list(row.request_ids),
+        "images": [[span.start, span.length, span.digest] for span in row.images],
     }
 
 

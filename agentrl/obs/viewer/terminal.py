@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from agentrl.core.images import Image, ImageSpan
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, SeatRecord
 from agentrl.obs.console import TitledBlock, printable
 from agentrl.obs.viewer.page import Decode, TokenText
@@ -93,7 +94,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
         for row in rollout.rows:
             if len(rollout.rows) > 1:
                 parts.append(Text(f"— {row_name(row)} —", "bold"))
-            parts.append(_row_text(row, token_texts(row, decode)))
+            parts.append(_row_text(row, with_image_lines(row, token_texts(row, decode), rollout.images)))
     parts += [_moves_text(seat) for seat in rollout.seats if not seat.trained]
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
@@ -242,6 +243,24 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
     return texts
 
 
+def with_image_lines(row: Row, texts: Sequence[str], images: Mapping[str, Image]) -> list[str]:
+    """Return the texts of a row's tokens with one line for each image in place of the text of its tokens."""
+    shown = list(texts)
+    for span in row.images:
+        shown[span.start : span.end] = [_image_line(span, images.get(span.digest)), *[""] * (span.length - 1)]
+    return shown
+
+
+def _image_line(span: ImageSpan, image: Image | None) -> str:
+    """Return a line such as ``[image 9f86d081884c, PNG, 32×32, 1.2 kB, 16 tokens]``."""
+    facts = [f"image {span.digest[:12]}"]
+    if image is not None:
+        facts.append(image.media_type.removeprefix("image/").upper())
+        facts += [f"{width}×{height}" for width, height in [image.size] if width]
+        facts.append(f"{len(image.data) / 1000:.1f} kB")
+    return f"\n[{', '.join(facts)}, {span.length} tokens]\n"
+
+
 def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]], str]) -> RenderableType:
     """Return a titled block: the prompt dim, what the policy sampled green, what it observed cyan, turn markers included.
 
@@ -256,7 +275,7 @@ def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]]
         cuts = np.flatnonzero(np.diff(sampled, prepend=not sampled[0], append=not sampled[-1]))
         for start, stop in pairwise(cuts.tolist()):
             style = _POLICY if sampled[start] else _OBSERVED if start else PROMPT
-            text.append(decode(row.token_ids[start:stop].tolist()), style)
+            text.append(_decode_segment(row, start, stop, decode, rollout.images), style)
     if not rollout.rows:
         text = _turn_text(rollout)
     legend = Text.assemble(
@@ -265,3 +284,15 @@ def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]]
     metrics = "  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items()))
     end = Text(f"reward {rollout.reward:g}  {rollout.stop_reason.value}  {metrics}", "yellow")
     return TitledBlock(title, text, Text(), end, legend)
+
+
+def _decode_segment(
+    row: Row, start: int, stop: int, decode: Callable[[Sequence[int]], str], images: Mapping[str, Image]
+) -> str:
+    """Return the text of tokens of a row, with one line for each image in place of the text of its tokens."""
+    texts = []
+    for span in row.images:
+        if start <= span.start < stop:
+            texts += [decode(row.token_ids[start : span.start].tolist()), _image_line(span, images.get(span.digest))]
+            start = span.end
+    return "".join([*texts, decode(row.token_ids[start:stop].tolist())])

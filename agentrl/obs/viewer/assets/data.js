@@ -7,14 +7,15 @@ for (const length of R.packed) STARTS.push(STARTS[STARTS.length - 1] + length);
 
 const parsed = new Promise((resolve) => {
   document.addEventListener('DOMContentLoaded', () => {
-    resolve({ blobs: byId('blobs').textContent, vocabulary: makeVocabulary(JSON.parse(byId('vocabulary').textContent)) });
+    resolve({ blobs: byId('blobs').textContent, vocabulary: makeVocabulary(JSON.parse(byId('vocabulary').textContent)),
+      images: JSON.parse(byId('images').textContent) });
   });
 });
 
 page.load = async (i) => {
-  const { blobs, vocabulary } = await parsed;
+  const { blobs, vocabulary, images } = await parsed;
   const binary = atob(blobs.slice(STARTS[i], STARTS[i + 1]));
   const bytes = new Uint8Array(binary.length);
   for (let k = 0; k < binary.length; k++) bytes[k] = binary.charCodeAt(k);
-  return { bytes, vocabulary };
+  return { bytes, vocabulary, images };
 };

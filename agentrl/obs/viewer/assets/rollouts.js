@@ -11,7 +11,7 @@ export const REASONS = ['', 'it was not sampled by the policy', 'another row tra
 export const state = { selected: -1, view: 'rollout', mode: 'who', row: 0 };
 export const search = { words: '', found: null, texts: [], run: 0 };
 /** What a page does: `show(i, changes)` opens a rollout, `changed()` keeps the address, `load(i)` its packed bytes and
- * vocabulary. */
+ * vocabulary, and the URLs of images by digest if the bytes have none. */
 export const page = { show: null, changed: null, load: null };
 
 export let INDEX = null;
@@ -70,16 +70,16 @@ const KEPT = 96;
 export async function openRollout(i) {
   if (opened.has(i)) return opened.get(i);
   const index = INDEX;
-  const { bytes, vocabulary } = await page.load(i);
+  const { bytes, vocabulary, images } = await page.load(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream('deflate'));
-  const rollout = unpack(await new Response(stream).arrayBuffer(), vocabulary);
+  const rollout = unpack(await new Response(stream).arrayBuffer(), vocabulary, images);
   if (index !== INDEX) return rollout;
   opened.set(i, rollout);
   if (opened.size > KEPT) opened.delete(opened.keys().next().value);
   return rollout;
 }
 
-function unpack(buffer, vocabulary) {
+function unpack(buffer, vocabulary, images) {
   const size = new DataView(buffer).getUint32(0, true);
   const rollout = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
   rollout.vocabulary = vocabulary;
@@ -89,6 +89,8 @@ function unpack(buffer, vocabulary) {
     row.numbers = rollout.wide ? new Uint32Array(take(4 * row.tokens)) : new Uint16Array(take(2 * row.tokens));
     row.flags = new Uint8Array(take(row.tokens));
     row.vocabulary = vocabulary;
+    const urls = rollout.images || images || {};
+    row.pictures = new Map(row.images.map(([start, length, digest]) => [start, { length, digest, url: urls[digest] }]));
     const halves = new Uint16Array(take(2 * row.sampled));
     row.logprobs = new Float32Array(row.tokens).fill(NaN);
     let next = 0;

@@ -1,6 +1,6 @@
 // Tokens: their text in blocks by who made them, coloured in four ways, and the card on hover.
 
-import { byId, h, num, signed } from './dom.js';
+import { byId, h, num, plural, signed } from './dom.js';
 import { REASONS, SAMPLED, WHO, atToken, tokenTexts } from './rollouts.js';
 
 export const MODES = [
@@ -74,19 +74,25 @@ export function drawRow(row, marks, from = 0) {
   return blocks;
 }
 
+/** An image, in place of the tokens that stand for it. */
+function picture({ length, digest, url }) {
+  const words = `${plural(length, 'token')} · ${digest.slice(0, 12)}`;
+  return h('span', { class: 'picture', 'data-digest': digest }, url ? h('img', { src: url, alt: `image ${digest.slice(0, 12)}` }) : null,
+    h('span', { class: 'picture-words' }, words));
+}
+
 export function drawBlock(row, texts, start, end, marks, who, title) {
   const body = h('div', { class: 'words' });
-  const spans = (from, to) => {
-    const made = [];
-    for (let t = from; t < to; t++) made.push(tokenSpan(row, t, texts[t], marks));
-    return made;
-  };
-  const hidden = end - start > LONG && !marks.hits?.subarray(start + ENDS, end - ENDS).includes(1);
+  const pieces = [];
+  for (let t = start; t < end; t += row.pictures.get(t)?.length || 1) pieces.push(t);
+  const draw = (some) => some.map((t) => (row.pictures.has(t) ? picture(row.pictures.get(t)) : tokenSpan(row, t, texts[t], marks)));
+  const middle = pieces.slice(ENDS, -ENDS);
+  const hidden = pieces.length > LONG && !middle.some((t) => marks.hits?.[t]);
   if (hidden) {
-    const more = h('button', { type: 'button', class: 'more', onclick: () => more.replaceWith(...spans(start + ENDS, end - ENDS)) },
-      `${num(end - start - 2 * ENDS)} more tokens`);
-    body.append(...spans(start, start + ENDS), more, ...spans(end - ENDS, end));
-  } else body.append(...spans(start, end));
+    const more = h('button', { type: 'button', class: 'more', onclick: () => more.replaceWith(...draw(middle)) },
+      `${num(middle.length)} more tokens`);
+    body.append(...draw(pieces.slice(0, ENDS)), more, ...draw(pieces.slice(-ENDS)));
+  } else body.append(...draw(pieces));
   const label = h('div', { class: 'label' }, h('b', {}, title), h('span', {}, num(end - start)));
   return h('div', { class: `block by${who}` }, label, body);
 }

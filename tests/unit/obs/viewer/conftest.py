@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
+from PIL import Image as pil
 
+from agentrl.core.images import load_image
 from agentrl.core.types import MaskReason, Provenance, Rollout, Row, RowKey, StopReason
 
 
@@ -37,6 +39,11 @@ def build(pieces, number=0, prompt_id="p", **changes):
         "sampled_tokens": int(sampled.sum()),
     }
     return Rollout(prompt_id, f"r{number}", [row] if pieces else [], **(fields | changes))
+
+
+@pytest.fixture
+def picture():
+    return load_image(pil.new("RGB", (3, 2), "red"))
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 import json
 import struct
 import zlib
+from dataclasses import replace
 
 import numpy as np
 
+from agentrl.core.images import ImageSpan
 from agentrl.core.types import Failure, FailureKind, FinishReason, MaskReason, Provenance, SeatRecord, Turn
 from agentrl.obs.viewer.page_data import Vocabulary, json_bytes, pack_rollout, runs
 
@@ -40,6 +42,15 @@ def test_everything_about_a_token_comes_back(make_rollout, pieces):
     assert row["versions"] == [[0, -1], [2, 3], [5, -1], [6, 3]]
     assert row["requests"] == [[0, -1], [2, 0], [5, -1], [6, 1]]
     assert row["request_ids"] == ["q0", "q1"]
+
+
+def test_images_come_back_at_their_tokens(make_rollout, pieces, picture):
+    rollout = make_rollout(pieces, images={picture.digest: picture})
+    rollout.rows[0] = replace(rollout.rows[0], images=(ImageSpan(0, 2, picture.digest),))
+    header = unpack(pack_rollout(rollout, Vocabulary(), with_images=True))
+    assert header["rows"][0]["images"] == [[0, 2, picture.digest]]
+    assert header["images"] == {picture.digest: picture.data_url}
+    assert "images" not in unpack(pack_rollout(rollout, Vocabulary()))
 
 
 def test_who_played_an_episode_comes_back(make_rollout, pieces):

@@ -45,8 +45,16 @@ def test_nothing_hostile_stands_in_the_page(page):
     assert "hacked()</script>" not in html
     assert "<img" not in html
     assert not {"<", "&", "\u2028"} & set(part(page, "index") + part(page, "vocabulary"))
-    assert len(re.findall(r"<script", html)) == 4
-    assert len(re.findall(r"</script", html)) == 4
+    assert len(re.findall(r"<script", html)) == 5
+    assert len(re.findall(r"</script", html)) == 5
+
+
+def test_an_image_of_several_rollouts_is_in_the_page_once(make_rollout, pieces, picture):
+    rollouts = [make_rollout(pieces, number, images={picture.digest: picture}) for number in range(3)]
+    page = build_page([Entry(3, rollout, None) for rollout in rollouts], title="t", decode=texts)
+    assert json.loads(part(page, "images")) == {picture.digest: picture.data_url}
+    assert page.html.count(picture.data_url.partition(",")[2][:40].encode()) == 1
+    assert b"img-src data:" in page.html
 
 
 def test_hostile_text_is_all_there_as_data(page):

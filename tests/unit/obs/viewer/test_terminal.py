@@ -1,13 +1,22 @@
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
+from agentrl.core.images import ImageSpan
 from agentrl.core.types import FinishReason, SeatRecord, StopReason, Turn
 from agentrl.obs.console import make_console
 from agentrl.obs.rollouts import RolloutRecorder
 from agentrl.obs.viewer.run_files import Entry, Filters, open_run
-from agentrl.obs.viewer.terminal import joined_texts, newest_rollouts, rollout_view, steps_table, tokens_table
+from agentrl.obs.viewer.terminal import (
+    joined_texts,
+    newest_rollouts,
+    rollout_panel,
+    rollout_view,
+    steps_table,
+    tokens_table,
+)
 
 
 def words(ids):
@@ -28,6 +37,23 @@ def test_tokens_are_coloured_by_who_made_them(make_rollout, pieces):
     assert "\x1b[36m w70000\x1b[0m" in text
     assert "\x1b[33m w1\x1b[0m" in text
     assert "advantage +0.250" in text
+
+
+def test_images_are_lines_with_size_and_digest(make_rollout, pieces, picture):
+    """Token layout: ``[5 9] 7 5 7 [70000] 1``; the image has the first two tokens, as pads have no words of use."""
+    rollout = make_rollout(pieces, images={picture.digest: picture})
+    rollout.rows[0] = dataclasses.replace(rollout.rows[0], images=(ImageSpan(0, 2, picture.digest),))
+    line = f"[image {picture.digest[:12]}, PNG, 3×2, {len(picture.data) / 1000:.1f} kB, 2 tokens]"
+    text = drawn(rollout_view(Entry(3, rollout), words))
+    assert line in text
+    assert "w5 w9" not in text
+    assert " w7 w5 w7" in text
+    panel = drawn(rollout_panel(rollout, "title", lambda ids: "".join(words(ids))))
+    assert line in panel
+    assert "w5 w9" not in panel
+    assert " w7 w5 w7" in panel
+    rollout.images = {}
+    assert f"[image {picture.digest[:12]}, 2 tokens]" in drawn(rollout_view(Entry(3, rollout), words))
 
 
 def test_the_moves_of_untrained_agents_are_shown(make_rollout, pieces):

@@ -1,7 +1,7 @@
 """The few names of SGLang's compiled kernels that its CPU paths use, in plain torch."""
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,6 +30,18 @@ def assign_req_to_token_pool_cpu(
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[begin : begin + end - start].to(req_to_token.dtype)
         begin += end - start
+
+
+# SGLang's image processor of Qwen imports models that read these operators when they are imported. Nothing calls them.
+_new_library: Any = torch.library.Library  # untyped in some versions of torch
+_operators = _new_library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    _operators.define(f"{_name}(Tensor x, Tensor y) -> ()")
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:
