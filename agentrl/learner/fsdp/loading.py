@@ -29,11 +29,11 @@ from agentrl.learner.fsdp.experts import (
     pass_experts_by_layer,
     use_grouped_products,
 )
-from agentrl.learner.fsdp.images import image_inputs
 from agentrl.learner.fsdp.lora import add_adapters, fill_adapters
 from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import RankMesh, reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
+from agentrl.learner.images import image_inputs
 from agentrl.learner.layers import decoder_layers, prepare_layers, vision_blocks, vision_tower
 from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.freezing import frozen_names

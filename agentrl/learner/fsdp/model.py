@@ -17,8 +17,8 @@ from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.core.errors import LearnerError
 from agentrl.learner.attention import DividedRows, PackedRows, packed_rows, unpack_rows
 from agentrl.learner.context_parallel import Context
-from agentrl.learner.fsdp.images import ImageInputs, ImageTokens
 from agentrl.learner.head import HeadOptions, token_scores, token_values
+from agentrl.learner.images import ImageInputs, ImageTokens
 from agentrl.learner.routing_replay import experts_by_layer
 from agentrl.learner.token_support import Coefficients, TokenSupport
 from agentrl.learner.tree_attention import Tree, TreeInput, tree_input, tree_places
@@ -224,8 +224,9 @@ class PackedModel(nn.Module):
             options["input_ids"] = token_ids_R_L
         else:
             assert self.images is not None
+            embeddings = self.hf.get_input_embeddings()(token_ids_R_L)
             options["inputs_embeds"], takes_features, layer_features = self.images.insert_features(
-                token_ids_R_L, inputs.images
+                embeddings, inputs.images
             )
             if layer_features:
                 options |= {"visual_pos_masks": takes_features, "deepstack_visual_embeds": layer_features}

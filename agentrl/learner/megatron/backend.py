@@ -16,6 +16,7 @@ from agentrl.learner.megatron.layout import RECOMPUTE, UNEVEN_STAGES, Layout
 
 KEY = "learner.megatron"
 _BOOL, _NUMBER = (True, False), None
+_FIRST = "num_layers_in_first_pipeline_stage"
 _OPTIONS: Mapping[str, tuple[object, ...] | None] = {
     **dict.fromkeys((*Layout.__slots__, *UNEVEN_STAGES), _NUMBER),
     "sequence_parallel": _BOOL,
@@ -114,10 +115,14 @@ class MegatronBackend(LearnerBackend):
                 f"learner.recompute={config.recompute} with learner.megatron.{RECOMPUTE}: leave one of them out"
             )
         layout = Layout.from_options(config.megatron)
+        from agentrl.learner.megatron.families.base import layer_features
         from agentrl.learner.megatron.families.registry import read_family
 
         for folder in models:
             family, hf = read_family(folder, "model.path")
+            if family.reads_images:
+                _check_images(config.megatron, algo, layer_features(family), f"model.path={folder}")
+                _check_first_stage(config.megatron, layout, layer_features(family), hf.num_hidden_layers)
             layout.check(family.options(hf) | {"vocab_size": hf.vocab_size}, config.megatron, config.ranks)
         _check_lengths(layout, bool(config.megatron.get("sequence_parallel")))
 
@@ -134,6 +139,55 @@ class MegatronBackend(LearnerBackend):
         from agentrl.learner.megatron.rank import MegatronRank
 
         return MegatronRank
+
+
+def _check_images(options: Mapping[str, object], algo: AlgoConfig, layer_features: int, setting: str) -> None:
+    """Refuse what is not supported of a model that reads images.
+
+    Raises:
+        ConfigError: the algorithm has a critic, or an option is not supported.
+    """
+    if needs_critic(algo):
+        raise ConfigError(
+            f"algo.advantage.name={algo.advantage.name} needs a critic, and {setting} reads images, of which {_KEY} has no "
+            "critics; set another algo.advantage.name"
+        )
+    reasons = {
+        "virtual_pipeline_model_parallel_size": (
+            (Layout.from_options(options).chunks > 1),
+            "the vision tower is on a stage with one chunk",
+        ),
+        "overlap_grad_reduce": (
+            bool(options.get("overlap_grad_reduce")),
+            "a micro-batch without images gives the tower no gradient",
+        ),
+        RECOMPUTE: (
+            RECOMPUTE in options and layer_features > 0,
+            "its layers add features of images between those that are recomputed; set learner.recompute=full",
+        ),
+    }
+    for name, (is_set, reason) in reasons.items():
+        if is_set:
+            raise ConfigError(
+                f"{KEY}.{name}={options[name]}: {setting} reads images, for which it is refused: {reason}"
+            )
+
+
+def _check_first_stage(options: Mapping[str, object], layout: Layout, layer_features: int, layers: int) -> None:
+    """Check that the first stage has the layers that add features of images, unless options divide the layers in other ways.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if options.keys() & {*UNEVEN_STAGES} - {_FIRST}:
+        return  # `build_model` checks it
+    count = options.get(_FIRST) or layers // layout.pipeline_model_parallel_size
+    assert isinstance(count, int)
+    if count < layer_features:
+        raise ConfigError(
+            f"{KEY}.pipeline_model_parallel_size={layout.pipeline_model_parallel_size}: the first stage has {count} layers, and "
+            f"{layer_features} add features of images; set {KEY}.{_FIRST}={layer_features}"
+        )
 
 
 def _check_lengths(layout: Layout, sequence_parallel: bool) -> None:

@@ -54,7 +54,12 @@ def convert(source: Path, out: Path, ranks: int) -> str:
         ModelError: ``source`` holds no model of a known family, or its weights do not match its ``config.json``.
     """
     check_free(out)
-    _, hf = read_family(source, _KEY)
+    family, hf = read_family(source, _KEY)
+    if family.reads_images:
+        raise ModelError(
+            f"{_KEY}={source} is a model with model_type={family.hf_type!r}, which reads images: models with a vision tower are "
+            "not converted"
+        )
     if not 1 <= ranks <= hf.num_hidden_layers:
         raise ConfigError(f"--ranks={ranks}: set it to 1 to {hf.num_hidden_layers}, the model's layers")
     to_hf = is_distributed_checkpoint(source)

@@ -39,6 +39,16 @@ from agentrl.learner.token_support import TokenSupport
 
 
 @dataclass(frozen=True, slots=True)
+class LayerFeatures:
+    """What the first layers add to their outputs (Qwen3-VL's deepstack)."""
+
+    places_M: torch.Tensor
+    """int64, ascending, among the tokens that the rank has."""
+    layers_M_H: tuple[torch.Tensor, ...]
+    """By layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackedTokens:
     """A micro-batch's packed rows as layers read them. The last three are fields of ``PackedSeqParams``."""
 
@@ -56,6 +66,8 @@ class PackedTokens:
     """bool ``[T]`` of the tokens of this rank's routers, for their losses."""
     router_share: float = 1.0
     """The tokens of this rank's routers, without padding, over those of all ranks together."""
+    layer_features: LayerFeatures | None = None
+    """What the first layers add to their outputs, of a micro-batch with images; set by the chunk."""
     qkv_format: str = "sbhd"
     cp_group: None = None
     local_cp_size: None = None
@@ -166,10 +178,19 @@ class PackedRotary(nn.Module):
         scaling: factor of sines and cosines, for latent attention; others have it in their softmax scale.
         interleaved: whether the pairs are neighbours, instead of a distance of half the dimensions apart.
         latent: whether it belongs to multi-head latent attention, which takes ``[L, 1, D]`` and the factor.
+        axes: the axis of each frequency, of a model whose tokens have positions on three axes.
     """
 
-    def __init__(self, inv_freq: torch.Tensor, scaling: float, interleaved: bool, latent: bool) -> None:
+    def __init__(
+        self,
+        inv_freq: torch.Tensor,
+        scaling: float,
+        interleaved: bool,
+        latent: bool,
+        axes: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
+        self.axes = axes
         self.inv_freq, self.scaling = inv_freq, scaling
         self.interleaved, self.latent = interleaved, latent
 
@@ -183,16 +204,20 @@ class PackedRotary(nn.Module):
         """Return the angles ``[L, 1, D]`` of the tokens' positions, and the factor, for latent attention."""
         return (self._angles(packed.position_ids_L)[:, None], self.scaling) if self.latent else None
 
-    def cos_sin(self, position_ids_L: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return `PackedTokens.rotary_cos_sin`."""
+    def cos_sin(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return `PackedTokens.rotary_cos_sin` of positions ``[L]``, or ``[3, L]`` on three axes."""
         if self.latent:
             return None
-        angles = self._angles(position_ids_L)[:, None, None]
+        angles = self._angles(position_ids)[:, None, None]
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _angles(self, position_ids_L: torch.Tensor) -> torch.Tensor:
+    def _angles(self, position_ids: torch.Tensor) -> torch.Tensor:
         """Return the angles ``[L, D]``."""
-        angles = torch.outer(position_ids_L.float(), self.inv_freq)
+        if position_ids.ndim == 2:
+            assert self.axes is not None, "its tokens have one position"
+            angles = position_ids.index_select(0, self.axes).T.float() * self.inv_freq
+        else:
+            angles = torch.outer(position_ids.float(), self.inv_freq)
         return angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
+from agentrl.learner.layers import vision_tower
 from agentrl.learner.megatron.families.base import Family, Options, Weight, model_weights
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 from agentrl.learner.memory import LearnerMemory
@@ -116,7 +117,7 @@ def _stage(
     kinds = {_has_experts(model, layer): layer for layer in stages[stage]}
     count = Counter(_has_experts(model, layer) for layer in stages[stage])
     dense = sum(count[kind] * _numbers(family.layer(hf, layer), tensor) for kind, layer in kinds.items())
-    dense += _numbers(outer, tensor)
+    dense += _numbers(outer, tensor) + (_tower_numbers(family) if is_first else 0)
     experts = count[True] * _experts(family, hf, model, layout, kinds[True]) if True in kinds else 0
     per_number = (0 if work.offloads else 2 * _FLOAT32) + (_FLOAT32 if work.bfloat16 else 0)
     is_sharded = bool(options.get("use_distributed_optimizer", True))
@@ -135,6 +136,20 @@ def _stage(
         activations=work.size * tokens * activations,
         logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * outputs if is_last else 0,
     )
+
+
+def _tower_numbers(family: Family) -> int:
+    """Return the numbers of the vision tower, which each rank of the first stage has as a whole; 0 without one."""
+    if family.whole is None:
+        return 0
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    auto: Any = AutoModelForImageTextToText
+    with torch.device("meta"):
+        tower = vision_tower(auto.from_config(family.whole))
+    assert tower is not None, "its family reads images"
+    return sum(parameter.numel() for parameter in tower.parameters())
 
 
 def in_flight(layout: Layout, stage: int) -> float:

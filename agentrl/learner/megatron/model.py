@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from agentrl.core.errors import ModelError
 from agentrl.learner.attention import DividedRows, packed_rows
 from agentrl.learner.context_parallel import Context
 from agentrl.learner.megatron.experts import BiasedExperts, GroupedExperts, PairDispatcher, RoutedLayer, prepare_routing
-from agentrl.learner.megatron.families.base import Family, head_size
+from agentrl.learner.megatron.families.base import Family, head_size, layer_features
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.fixes import apply_fixes
+from agentrl.learner.megatron.images import ImageGPT, ImageModel
 from agentrl.learner.megatron.layers import (
     LatentNorm,
     PackedAttention,
@@ -54,7 +55,9 @@ class MegatronModel:
     rotary: PackedRotary
     """Shared by all layers."""
     hf: Any
-    """Configuration in transformers."""
+    """Configuration in transformers, of a model that reads images that of its text part."""
+    images: ImageModel | None = None
+    """Reads images; None if the model reads none."""
     values: bool = False
     """Whether it has a value head in place of the language head."""
 
@@ -91,18 +94,20 @@ def build_model(
     """
     apply_fixes()
     family, hf = read_family(folder, key)
+    images = ImageModel(folder, key) if family.reads_images else None
     layout = Layout.from_options(options)
     config = transformer_config(family.options(hf), options, device=device, dtype=dtype)
     rotary = _rotary(hf, config, device, f"{key}={folder}")
     chunks = []
     for stage in range(layout.chunks):
         number = stage if layout.virtual_pipeline_model_parallel_size else None
-        chunk = GPTModel(
+        is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number)
+        chunk: Any = (ImageGPT if images is not None and is_first else GPTModel)(
             config,
             _decoder_spec(config, family, hf, number),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=number),
+            pre_process=is_first,
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=number),
             share_embeddings_and_output_weights=hf.tie_word_embeddings and not values,
             position_embedding_type="rope",
@@ -120,8 +125,11 @@ def build_model(
         replace_linears(chunk.decoder.layers)
         if chunk.pre_process:
             chunk.embedding.register_forward_hook(_by_tokens)
+        if images is not None and is_first:
+            images.allocate(config, device)
+            chunk.add_tower(images, layer_features(family))
         chunks.append(chunk.to(device))
-    return MegatronModel(tuple(chunks), config, layout, family, rotary, hf, values)
+    return MegatronModel(tuple(chunks), config, layout, family, rotary, hf, images, values)
 
 
 def packed_tokens(
@@ -131,6 +139,7 @@ def packed_tokens(
     device: torch.device,
     experts_L: torch.Tensor | None = None,
     loss_weight: float = 0.0,
+    rotary_3_L: torch.Tensor | None = None,
 ) -> PackedTokens:
     """Return packed rows as layers read them: the argument ``packed_seq_params`` of a chunk.
 
@@ -143,6 +152,7 @@ def packed_tokens(
         device: of the rank.
         experts_L: recorded experts that routers use, as in `MicroBatch`; None if the routers choose.
         loss_weight: see `PackedTokens`.
+        rotary_3_L: rotary positions on three axes on the CPU, of all tokens; None: ``position_ids_L`` on every axis.
     """
     dtype = model.config.params_dtype
     sinks = _windows(model) if model.family.sinks else None
@@ -152,6 +162,7 @@ def packed_tokens(
     context = rank_context()
     routed = _routed_tokens(local, model.config.sequence_parallel)
     experts = None if experts_L is None else experts_by_layer(experts_L, routed, device)
+    rotary_positions = positions if rotary_3_L is None else to_device(rotary_3_L[:, local].contiguous(), device)
     divided = rows if context is None else DividedRows(rows, context)
     padding_L = row_L < 0
     tokens, all_tokens = (int((~padding).sum()) for padding in (padding_L[routed], padding_L))
@@ -160,7 +171,7 @@ def packed_tokens(
         positions,
         divided,
         experts,
-        model.rotary.cos_sin(positions, dtype),
+        model.rotary.cos_sin(rotary_positions, dtype),
         loss_weight,
         to_device(padding_L[routed], device),
         tokens / (max(1, all_tokens) * replicas),
@@ -171,6 +182,11 @@ def _windows(model: MegatronModel) -> set[int]:
     """Return the sizes of the layers' sliding windows."""
     windows = (model.family.window(model.hf, layer) for layer in range(model.config.num_layers))
     return {window for window in windows if window is not None}
+
+
+def embedded_tokens(model: MegatronModel, length: int) -> slice:
+    """Return which of a micro-batch's tokens this rank embeds; with sequence parallelism a part of `local_tokens`."""
+    return _routed_tokens(local_tokens(length), model.config.sequence_parallel)
 
 
 def _routed_tokens(local: slice, sequence_parallel: bool) -> slice:
@@ -267,4 +283,22 @@ def _rotary(hf: Any, config: TransformerConfig, device: torch.device, setting: s
             raise ModelError(f"{setting}: rope_type={kind!r} with partial_rotary_factor={fraction} in config.json")
         # Of queries and keys alike: their product has the square.
         config.softmax_scale = scaling**2 * head_size(hf) ** -0.5
-    return PackedRotary(inv_freq.to(device), scaling, config.rotary_interleaved, config.multi_latent_attention)
+    axes = None
+    if sections := parameters.get("mrope_section"):
+        axes = rotary_axes(sections, interleaved=parameters.get("mrope_interleaved", False)).to(device)
+    return PackedRotary(inv_freq.to(device), scaling, config.rotary_interleaved, config.multi_latent_attention, axes)
+
+
+def rotary_axes(sections: Sequence[int], *, interleaved: bool) -> torch.Tensor:
+    """Return the axis of each rotary frequency: int64 of 0 (time), 1 (height) and 2 (width).
+
+    Args:
+        sections: ``mrope_section``, the number of frequencies of each axis.
+        interleaved: whether the axes alternate (Qwen3-VL), until those of height and of width are all taken.
+    """
+    if not interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+    axes = torch.zeros(sum(sections), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes

@@ -18,9 +18,17 @@ from torch import nn
 from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import MicroBatch, Truncation, to_device
 from agentrl.batch.packing import MULTIPLE
+from agentrl.core.errors import LearnerError
 from agentrl.learner.head import HeadOptions
+from agentrl.learner.images import ImageTokens
 from agentrl.learner.megatron.layers import PackedTokens, logprobs_at, values_at
-from agentrl.learner.megatron.model import MegatronModel, local_tokens, packed_tokens, rank_context
+from agentrl.learner.megatron.model import (
+    MegatronModel,
+    embedded_tokens,
+    local_tokens,
+    packed_tokens,
+    rank_context,
+)
 from agentrl.learner.token_support import Coefficients, TokenSupport
 
 Consumer = Callable[[int, TokenScores], torch.Tensor | None]
@@ -44,6 +52,7 @@ class Pipeline:
         self.model = model
         self.is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         """Whether this rank has the scores."""
+        self._is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
         self._chunks = [*chunks]
         self._device = device
         self._logits_chunk = logits_chunk
@@ -105,7 +114,11 @@ class Pipeline:
                 for tensor in (micro.token_ids_L, micro.position_ids_L)
             )
             ids, positions = to_device(ids, self._device), to_device(positions, self._device)
-            hidden = chunk(ids, positions, None, packed_seq_params=self._packed_tokens(micro))
+            images, rotary_3_L = self._image_inputs(micro)
+            options: dict[str, Any] = {"packed_seq_params": self._packed_tokens(micro, rotary_3_L)}
+            if images is not None and self._is_first:
+                options["images"] = images.slice(embedded_tokens(self.model, len(micro.token_ids_L)))
+            hidden = chunk(ids, positions, None, **options)
             return hidden, partial(score_and_consume, number)
 
         numbers = [iter(range(len(inputs))) for _ in self._chunks]
@@ -126,10 +139,26 @@ class Pipeline:
             return []
         return [_only_padding() for _ in range(-count % self._stages)]
 
-    def _packed_tokens(self, micro: MicroBatch) -> PackedTokens:
+    def _image_inputs(self, micro: MicroBatch) -> tuple[ImageTokens | None, torch.Tensor | None]:
+        """Return the images of a micro-batch, and rotary positions ``[3, L]`` if they are not those in the rows.
+
+        Raises:
+            LearnerError: the model reads no images.
+        """
+        if not micro.images:
+            return None, None
+        if self.model.images is None:
+            raise LearnerError(
+                f"the batch has images, but the model with model_type={self.model.hf.model_type!r} reads none; set model.path to "
+                "a vision-language model"
+            )
+        return self.model.images.inputs.read(micro)
+
+    def _packed_tokens(self, micro: MicroBatch, rotary_3_L: torch.Tensor | None) -> PackedTokens:
         experts_L = micro.experts_L if self.replays_routing else None
         weight = float(micro.weight_L.sum())
-        return packed_tokens(self.model, micro.position_ids_L, micro.row_L, self._device, experts_L, weight)
+        positions_L = micro.position_ids_L
+        return packed_tokens(self.model, positions_L, micro.row_L, self._device, experts_L, weight, rotary_3_L)
 
     def _scores(self, hidden: torch.Tensor, micro: MicroBatch, at_N: torch.Tensor, options: HeadOptions) -> TokenScores:
         """Return the scores of tokens from the last stage's output ``[1, L, H]``. A value has no entropy."""

@@ -26,6 +26,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.base import Role
 from agentrl.learner.device import compiles, uses_bfloat16
+from agentrl.learner.layers import prepare_layers, vision_blocks
 from agentrl.learner.megatron.fixes import apply_fixes
 from agentrl.learner.megatron.layers import prepare_decoder
 from agentrl.learner.megatron.layout import Layout
@@ -308,6 +309,8 @@ def _load(
     load_weights(weights, folder, key)
     for chunk in model.chunks:
         prepare_decoder(chunk.decoder.layers, compiled=compiles(config), recompute=recomputed_layers(config))
+    if model.images is not None:
+        prepare_layers(vision_blocks(model.images.hf), compiled=False, recompute=recomputed_layers(config))
     return model, weights
 
 
@@ -319,7 +322,12 @@ def _freeze(weights: ModelWeights, config: LearnerConfig) -> None:
     """
     if not config.freeze:
         return
-    frozen = frozen_names([spec.name for spec in weights.specs()], config.freeze)
+    images = weights.model.images
+    module_names = {
+        spec.name: spec.name if images is None else images.module_name(spec.name) for spec in weights.specs()
+    }
+    frozen_modules = frozen_names(module_names.values(), config.freeze)
+    frozen = {name for name, module_name in module_names.items() if module_name in frozen_modules}
     for weight in weights.rank_weights:
         names = {weight_slice.tensor.name for weight_slice in weight.slices}
         if names & frozen and names - frozen:

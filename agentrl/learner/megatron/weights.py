@@ -172,10 +172,12 @@ class ModelWeights:
 
 def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight | StackedWeight, bool]]:
     """Iterate over the weights of the whole model, and whether each is of an expert."""
-    embedding, *norm_and_head = model_weights(model.hf, values=model.values)
+    if model.images is not None:
+        yield from ((weight, False) for weight in model.images.weights())
+    embedding, *norm_and_head = _renamed(model, model_weights(model.hf, values=model.values))
     yield embedding, False
     for layer in range(model.config.num_layers):
-        yield from ((weight, False) for weight in model.family.layer(model.hf, layer))
+        yield from ((weight, False) for weight in _renamed(model, model.family.layer(model.hf, layer)))
         if has_experts(model.config, layer):
             if model.family.stacked is not None:
                 yield from ((weight, True) for weight in model.family.stacked(model.hf, layer))
@@ -184,6 +186,11 @@ def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight | StackedWeight,
             for expert in range(model.config.num_moe_experts):
                 yield from ((weight, True) for weight in model.family.expert(model.hf, layer, expert))
     yield from ((weight, False) for weight in norm_and_head)
+
+
+def _renamed(model: MegatronModel, weights: Iterable[Weight]) -> list[Weight]:
+    """Return weights of the decoder with the names that they have in the model's folder."""
+    return [*weights] if model.images is None else [model.images.rename(weight) for weight in weights]
 
 
 def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
@@ -198,7 +205,10 @@ def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
         tensors[prefix + weight.name].tensor_model_parallel = weight.split is not None
         return RankWeight(tensors.pop(prefix + weight.name), tuple(weight.slices(rank, size)), sends)
 
-    for weight in model_weights(model.hf, values=model.values):
+    for weight in model.images.weights() if model.images is not None else ():
+        if weight.name in tensors:
+            yield take(weight)
+    for weight in _renamed(model, model_weights(model.hf, values=model.values)):
         # Stages have the first ones, the last ones, or none of these. The weight of a tied head is that of the embedding.
         if weight.name in tensors:
             weight_on_rank = take(weight)
@@ -206,7 +216,7 @@ def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
             yield replace(weight_on_rank, sends=weight_on_rank.sends and not is_copy)
     for index, layer in enumerate(chunk.decoder.layers):
         number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
-        yield from (take(weight, prefix) for weight in model.family.layer(model.hf, number))
+        yield from (take(weight, prefix) for weight in _renamed(model, model.family.layer(model.hf, number)))
         if has_experts(model.config, number):
             yield from _expert_weights(model, number, f"{prefix}mlp.experts.", tensors)
     assert not tensors, f"no mapping has {', '.join(tensors)}"
@@ -264,15 +274,17 @@ def load_weights(weights: ModelWeights, folder: Path, key: str = "model.path") -
     if mismatches:
         raise ModelError(f"{key}={folder}: {len(mismatches)} weights cannot be read; {mismatches[0]}")
     head_is_copy = weights.model.head_is_tied and HEAD in file_specs
+    images = weights.model.images
+    embedding = EMBEDDING if images is None else images.text_name(EMBEDDING)
     for weight_on_rank in weights.rank_weights:
         for weight_slice in weight_on_rank.slices:
             name, slices = weight_slice.tensor.name, weight_slice.hf_slices
             if name in initialized:
                 continue
             tensor = files.read(name, slices)
-            if head_is_copy and name == EMBEDDING and not torch.equal(tensor, files.read(HEAD, slices)):
+            if head_is_copy and name == embedding and not torch.equal(tensor, files.read(HEAD, slices)):
                 raise ModelError(
-                    f"{key}={folder}: {HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings=true; set it to "
+                    f"{key}={folder}: {HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true; set it to "
                     "false"
                 )
             weight_on_rank.tensor[weight_slice.local_index].copy_(tensor)

@@ -185,6 +185,15 @@ class Family:
     """Whether attention has sinks: a weight ``self_attention.core_attention.sinks`` of each layer."""
     post_norms: bool = False
     """Whether the outputs of attention and MLP have norms."""
+    reads_images: bool = False
+    """Whether it is the text part of a model with a vision tower: ``hf`` is the configuration of the text part."""
+    whole: PreTrainedConfig | None = None
+    """Configuration of the whole model that was read, if it reads images."""
+
+
+def layer_features(family: Family) -> int:
+    """Return how many of the first layers add features of images to their outputs (Qwen3-VL's deepstack)."""
+    return 0 if family.whole is None else len(getattr(family.whole.vision_config, "deepstack_visual_indexes", ()))
 
 
 def model_weights(hf: PreTrainedConfig, *, values: bool = False) -> list[Weight]:

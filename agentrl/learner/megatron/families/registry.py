@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,10 @@ FAMILIES: dict[str, Family] = {
     "llama": _dense("llama", "attention_bias", "mlp_bias"),  # Llama 2 and 3, SmolLM2 and the like
     "mixtral": MIXTRAL,
     "qwen2": _dense("qwen2", bias=True, window=layer_window),  # and Qwen2.5
+    "qwen2_5_vl": replace(_dense("qwen2_5_vl", bias=True, window=layer_window), reads_images=True),
     "qwen3": _dense("qwen3", "attention_bias", qk_norm=True, window=layer_window),
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_vl": replace(_dense("qwen3_vl", "attention_bias", qk_norm=True), reads_images=True),
 }
 """By ``model_type`` in ``config.json``."""
 _REASONS = {
@@ -92,7 +95,7 @@ _REASONS = {
 
 
 def read_family(folder: Path, key: str) -> tuple[Family, Any]:
-    """Return the family of the model in a Hugging Face folder, and its configuration in transformers.
+    """Return the family of the model in a Hugging Face folder, and its configuration in transformers, or that of its text part.
 
     Args:
         folder: with ``config.json``.
@@ -114,10 +117,15 @@ def read_family(folder: Path, key: str) -> tuple[Family, Any]:
     if kind not in FAMILIES:
         reason = f", as {_REASONS[kind]}" if kind in _REASONS else ""
         if reads_images and not reason:
-            reason = ", as its models have no vision tower"
+            readers = ", ".join(sorted(name for name in FAMILIES if FAMILIES[name].reads_images))
+            reason = f", and of models with images only {readers}"
         raise ModelError(
             f"{key}={folder}: the megatron learner has no models with model_type={kind!r}{reason}, only "
             f"{', '.join(sorted(FAMILIES))}; set learner.backend=fsdp"
         )
     family = FAMILIES[kind]
-    return family, AutoConfig.for_model(family.hf_type, **fields)
+    hf: Any = AutoConfig.for_model(family.hf_type, **fields)
+    if not family.reads_images:
+        return family, hf
+    hf.text_config.tie_word_embeddings = hf.tie_word_embeddings
+    return replace(family, whole=hf), hf.text_config

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import AgentrlError, ConfigError
 from agentrl.learner.registry import make_backend
 from tests.algo_config import make_algo
+from tests.vision_folders import write_processor_folder
 
 
 @pytest.mark.parametrize(
@@ -89,3 +92,41 @@ def test_options_that_are_known_to_be_right_pass() -> None:
     options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     options |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
     make_backend(LearnerConfig(backend="megatron", megatron=options)).check(make_algo(), [])
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "algo", "message"),
+    [
+        ("qwen2.5-vl", {}, {"advantage": {"name": "gae"}}, "algo.advantage.name=gae needs a critic, and model.path="),
+        (
+            "qwen2.5-vl",
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1, "overlap_grad_reduce": True},
+            {},
+            "learner.megatron.overlap_grad_reduce=True: model.path=",
+        ),
+        (
+            "qwen2.5-vl",
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+            {},
+            "learner.megatron.virtual_pipeline_model_parallel_size=2: model.path=",
+        ),
+        ("qwen3-vl", {"recompute_granularity": "full"}, {}, "set learner.recompute=full"),
+        ("smolvlm", {}, {}, "model_type='smolvlm', and of models with images only qwen2_5_vl, qwen3_vl"),
+    ],
+)
+def test_what_is_not_supported_with_images_is_refused_by_name(
+    tmp_path: Path, family: str, options: dict[str, Any], algo: dict[str, Any], message: str
+) -> None:
+    folder = write_processor_folder(tmp_path, family)
+    with pytest.raises(AgentrlError, match=re.escape(message)):
+        make_backend(LearnerConfig(backend="megatron", ranks=2, megatron=options)).check(make_algo(**algo), [folder])
+
+
+def test_the_first_stage_has_the_layers_that_add_features_of_images(tmp_path: Path) -> None:
+    folder = write_processor_folder(tmp_path, "qwen3-vl")
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1]
+    (folder / "config.json").write_text(json.dumps(config))
+    backend = make_backend(LearnerConfig(backend="megatron", ranks=2, megatron={"pipeline_model_parallel_size": 2}))
+    with pytest.raises(ConfigError, match=r"first stage has 1 layers, and 2 .*num_layers_in_first_pipeline_stage=2"):
+        backend.check(make_algo(), [folder])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.memory import MegatronWork, in_flight, megatron_memory, stage_layers
 from agentrl.learner.memory import LearnerMemory
 from agentrl.models.shipped_architectures import find_architecture, meta_model
+from tests.vision_folders import write_processor_folder
 
 HF = LlamaConfig(
     hidden_size=8,
@@ -192,3 +194,10 @@ def test_micro_batches_in_flight() -> None:
 def test_a_layout_that_does_not_divide_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner\.megatron\.tensor_model_parallel_size"):
         estimate(3, tensor_model_parallel_size=3)
+
+
+def test_the_first_stage_has_the_vision_tower(tmp_path: Path) -> None:
+    folder = write_processor_folder(tmp_path, "qwen2.5-vl")
+    numbers = sum(parameter.numel() for parameter in meta_model(folder).parameters())
+    work = MegatronWork(1, 64, 16)
+    assert megatron_memory(*read_family(folder, "model.path"), {}, work).weights == 2 * numbers

@@ -1,4 +1,4 @@
-"""Images in the FSDP learner: features of a micro-batch's images, the tokens that they replace, and rotary positions.
+"""Images in learners: features of a micro-batch's images, the tokens that they replace, and rotary positions.
 
 The features are computed by the model's vision tower, once for an image however many rows have it, and replace the embeddings
 of the image's tokens. Only these tokens take features: one that the policy sampled has its own embedding, whatever its id.
@@ -63,7 +63,7 @@ class ImageInputs:
     """What a vision-language model needs for its images, besides token ids.
 
     Args:
-        hf: a model of transformers with a vision tower.
+        hf: a model of transformers with a vision tower; of its text part nothing is used.
         folder: of the model, with its image processor.
         positions: how it numbers tokens.
         key: configuration key of the folder, for messages.
@@ -132,9 +132,13 @@ class ImageInputs:
         return torch.from_numpy(rotary)
 
     def insert_features(
-        self, token_ids_R_L: torch.Tensor, images: ImageTokens
+        self, embeddings: torch.Tensor, images: ImageTokens
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Compute the features of images, in the dtype of autocast, and put them in the place of the embeddings of their tokens.
+
+        Args:
+            embeddings: ``[R, L, H]`` of bins; places count the tokens of all bins.
+            images: whose places are among them.
 
         Returns:
             embeddings ``[R, L, H]``, bools ``[R, L]`` of the tokens that have taken features, and what layers of the text model
@@ -143,10 +147,9 @@ class ImageInputs:
         Raises:
             LearnerError: the tower has more or fewer features than the images have tokens.
         """
-        device = token_ids_R_L.device
+        device = embeddings.device
         features = self._compute({name: to_device(data, device) for name, data in images.features.items()})
-        embeddings: torch.Tensor = self._hf.get_input_embeddings()(token_ids_R_L)
-        takes_features = torch.zeros(token_ids_R_L.shape, dtype=torch.bool, device=device)
+        takes_features = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=device)
         if images.count and any(len(lines_F_H) != images.count for lines_F_H in features):
             raise LearnerError(
                 f"the images of a micro-batch have {images.count} tokens {self._positions.image_token_id}, but the vision tower "
