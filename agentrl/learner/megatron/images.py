@@ -6,13 +6,14 @@ added to the outputs of the first layers. Every stage reads the images, as rotar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from agentrl.batch.microbatch import to_device
@@ -74,7 +75,7 @@ class ImageModel:
         """Return the name that a weight of the folder has in the model of transformers."""
         return _nest(name) if self._is_flat else name
 
-    def allocate(self, config: Any, device: torch.device) -> None:
+    def allocate(self, config: TransformerConfig, device: torch.device) -> None:
         """Give the weights memory on a rank of the first stage."""
         for module in self.hf.modules():
             for name, parameter in [*module.named_parameters(recurse=False)]:
@@ -119,8 +120,7 @@ class ImageGPT(GPTModel):  # type: ignore[misc]
         *,
         packed_seq_params: PackedTokens,
         images: ImageTokens | None = None,
-        **options: Any,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Return what a ``GPTModel`` does; ``images`` have places among the tokens that the rank embeds."""
         embeddings: torch.Tensor | None = None
         if images is not None:
@@ -130,9 +130,10 @@ class ImageGPT(GPTModel):  # type: ignore[misc]
                 places_M = to_device(torch.from_numpy(images.places_M), embeddings.device)
                 layer_features = LayerFeatures(places_M, tuple(features))
                 packed_seq_params = replace(packed_seq_params, layer_features=layer_features)
-        return super().forward(
-            input_ids, position_ids, attention_mask, embeddings, packed_seq_params=packed_seq_params, **options
+        hidden: torch.Tensor = super().forward(
+            input_ids, position_ids, attention_mask, embeddings, packed_seq_params=packed_seq_params
         )
+        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,17 @@ class _FeatureAdder:
 
     layer: int
 
-    def __call__(self, module: nn.Module, inputs: object, options: dict[str, Any], output: Any) -> Any:
-        features: LayerFeatures | None = options["packed_seq_params"].layer_features
+    def __call__(
+        self,
+        module: nn.Module,
+        inputs: object,
+        options: Mapping[str, PackedTokens],
+        output: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        features = options["packed_seq_params"].layer_features
         if features is None:
             return output
-        hidden, *others = output
+        hidden, context = output
         added = features.layers_M_H[self.layer].to(hidden.dtype)
         summed = hidden.flatten(0, 1).index_add(0, features.places_M, added).view_as(hidden)
-        return summed, *others
+        return summed, context

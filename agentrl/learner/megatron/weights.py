@@ -174,10 +174,10 @@ def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight | StackedWeight,
     """Iterate over the weights of the whole model, and whether each is of an expert."""
     if model.images is not None:
         yield from ((weight, False) for weight in model.images.weights())
-    embedding, *norm_and_head = _renamed(model, model_weights(model.hf, values=model.values))
+    embedding, *norm_and_head = _rename_weights(model, model_weights(model.hf, values=model.values))
     yield embedding, False
     for layer in range(model.config.num_layers):
-        yield from ((weight, False) for weight in _renamed(model, model.family.layer(model.hf, layer)))
+        yield from ((weight, False) for weight in _rename_weights(model, model.family.layer(model.hf, layer)))
         if has_experts(model.config, layer):
             if model.family.stacked is not None:
                 yield from ((weight, True) for weight in model.family.stacked(model.hf, layer))
@@ -188,7 +188,7 @@ def _all_weights(model: MegatronModel) -> Iterator[tuple[Weight | StackedWeight,
     yield from ((weight, False) for weight in norm_and_head)
 
 
-def _renamed(model: MegatronModel, weights: Iterable[Weight]) -> list[Weight]:
+def _rename_weights(model: MegatronModel, weights: Iterable[Weight]) -> list[Weight]:
     """Return weights of the decoder with the names that they have in the model's folder."""
     return [*weights] if model.images is None else [model.images.rename(weight) for weight in weights]
 
@@ -208,7 +208,7 @@ def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
     for weight in model.images.weights() if model.images is not None else ():
         if weight.name in tensors:
             yield take(weight)
-    for weight in _renamed(model, model_weights(model.hf, values=model.values)):
+    for weight in _rename_weights(model, model_weights(model.hf, values=model.values)):
         # Stages have the first ones, the last ones, or none of these. The weight of a tied head is that of the embedding.
         if weight.name in tensors:
             weight_on_rank = take(weight)
@@ -216,7 +216,7 @@ def _chunk_weights(model: MegatronModel, chunk: Any) -> Iterator[RankWeight]:
             yield replace(weight_on_rank, sends=weight_on_rank.sends and not is_copy)
     for index, layer in enumerate(chunk.decoder.layers):
         number, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
-        yield from (take(weight, prefix) for weight in _renamed(model, model.family.layer(model.hf, number)))
+        yield from (take(weight, prefix) for weight in _rename_weights(model, model.family.layer(model.hf, number)))
         if has_experts(model.config, number):
             yield from _expert_weights(model, number, f"{prefix}mlp.experts.", tensors)
     assert not tensors, f"no mapping has {', '.join(tensors)}"
