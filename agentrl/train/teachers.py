@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.batch.groups import RolloutGroups
-from agentrl.batch.packing import PackOptions, pack
+from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.algo import DistillationConfig
 from agentrl.config.checks import is_context_template
 from agentrl.config.engine_groups import training_engines, training_gpus
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
+from agentrl.core.images import IMAGE_MARK, Image, ImageSpan
 from agentrl.core.imports import load_object
-from agentrl.core.types import MaskReason, Message, Provenance, Rollout, Row, RowKey
+from agentrl.core.types import MaskReason, Message, Prompt, Provenance, Rollout, Row, RowKey
 from agentrl.core.user_code import describe, user_code
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine, launch
@@ -57,7 +58,9 @@ def _from_template(text: str, key: str, sample: Sample) -> tuple[Message, ...]:
     answer = sample.label[0] if isinstance(sample.label, list) and sample.label else sample.label
     if answer is None and "{answer}" in text:
         raise RunStopped(f"{key} has {{answer}}, and task {sample.prompt_id!r} has none")
-    return *earlier, replace(last, content=text.format(message=last.content, answer=answer), token_ids=())
+    content = text.format(message=last.content, answer=answer)
+    images = last.images if IMAGE_MARK in content else ()  # without {message} its images are left out, too
+    return *earlier, replace(last, content=content, token_ids=(), images=images)
 
 
 class PrivilegedRows:
@@ -74,14 +77,15 @@ class PrivilegedRows:
         self._key = key
         self._renderer = renderer
 
-    def rows(self, rollout: Rollout) -> dict[Row, int]:
-        """Return each row with the other prompt, in the order of the rollout's, and how many tokens longer it became.
+    def rows(self, rollout: Rollout) -> tuple[dict[Row, int], Mapping[str, Image]]:
+        """Return each row with the other prompt, in the order of the rollout's, and how many tokens longer it became; and the
+        images of these rows by digest.
 
         Raises:
             RunStopped: the function failed, or a row does not begin with the first prompt.
         """
         if not rollout.rows:
-            return {}
+            return {}, {}
         first = rollout.rows[0]
         sampled = np.flatnonzero(first.provenance == Provenance.SAMPLED)
         length = int(sampled[0]) if len(sampled) else len(first.token_ids)
@@ -93,9 +97,11 @@ class PrivilegedRows:
                     "the rollout's first prompt, which the context would replace; leave out the context, or the rewriting "
                     "of conversations"
                 )
-        return {_with_prompt(row, length, privileged_prompt): len(privileged_prompt) - length for row in rollout.rows}
+        longer = len(privileged_prompt.token_ids) - length
+        images = {**rollout.images, **{placed.span.digest: placed.image for placed in privileged_prompt.images}}
+        return {_with_prompt(row, length, privileged_prompt): longer for row in rollout.rows}, images
 
-    def _prompt(self, rollout: Rollout) -> NDArray[np.int32]:
+    def _prompt(self, rollout: Rollout) -> Prompt:
         if not rollout.messages:
             raise RunStopped(
                 f"{self._key}: the messages of rollout {rollout.rollout_id} are not known, as recorded rollouts have none; "
@@ -107,24 +113,29 @@ class PrivilegedRows:
                 messages = tuple(self._make(Sample.from_rollout(rollout)))
             if not messages or not all(isinstance(message, Message) for message in messages):
                 raise RunStopped(f"{self._key} must return messages (agentrl.Message), not {messages!r:.100}")
-            return np.array(self._renderer.render(messages, rollout.tools).token_ids, np.int32)
+            return self._renderer.render(messages, rollout.tools)
         except RunStopped:
             raise
         except AgentrlError as error:
             raise RunStopped(f"{self._key}: rollout {rollout.rollout_id}: {error}") from error
 
 
-def _with_prompt(row: Row, length: int, prompt: NDArray[np.int32]) -> Row:
+def _with_prompt(row: Row, length: int, prompt: Prompt) -> Row:
     """Return a row whose first ``length`` tokens are replaced by a prompt."""
+    size = len(prompt.token_ids)
+    images = [placed.span for placed in prompt.images]
+    images += [
+        ImageSpan(span.start + size - length, span.length, span.digest) for span in row.images if span.start >= length
+    ]
     fills: dict[str, Any] = {
         "provenance": Provenance.OBSERVED, "mask": 0, "mask_reason": MaskReason.OBSERVED,
         "logprobs": 0.0, "versions": -1, "requests": -1,
     }  # fmt: skip
-    arrays: dict[str, Any] = {"token_ids": np.concatenate([prompt, row.token_ids[length:]]).astype(np.int32)}
+    arrays: dict[str, Any] = {"token_ids": np.concatenate([prompt.token_ids, row.token_ids[length:]]).astype(np.int32)}
     for name, value in fills.items():
         tail = getattr(row, name)[length:]
-        arrays[name] = np.concatenate([np.full(len(prompt), value, tail.dtype), tail])
-    return replace(row, **arrays)
+        arrays[name] = np.concatenate([np.full(size, value, tail.dtype), tail])
+    return replace(row, **arrays, images=tuple(images))
 
 
 KEY = "algo.distillation.teachers"
@@ -175,12 +186,12 @@ class Teachers:
         scores_by_teacher = {}
         for name, rollouts in assigned.items():
             teacher = self._teachers[name]
-            rows, longer = await asyncio.to_thread(_teacher_rows, teacher, rollouts)
+            rows, longer, images = await asyncio.to_thread(_teacher_rows, teacher, rollouts)
             if teacher.client is not None:
                 scored = await _score_at_server(teacher, teacher.client, rows)
             else:
                 assert teacher.policy is not None
-                batch = await asyncio.to_thread(pack, rows, packing)
+                batch = await asyncio.to_thread(pack, rows, packing, RowSignals(images=images))
                 scored = await asyncio.to_thread(learner.logprobs, batch, teacher.policy)
             scores_by_teacher[name] = {key: _align_values(values, longer[key]) for key, values in scored.items()}
         return scores_by_teacher
@@ -205,13 +216,21 @@ def select_teachers(config: DistillationConfig, rollout: Rollout) -> list[str]:
     return [config.default]
 
 
-def _teacher_rows(teacher: Teacher, rollouts: Sequence[Rollout]) -> tuple[list[Row], dict[RowKey, int]]:
-    """Return the rows with a token to train on, as the teacher reads them, and how many tokens longer each is."""
+def _teacher_rows(
+    teacher: Teacher, rollouts: Sequence[Rollout]
+) -> tuple[list[Row], dict[RowKey, int], dict[str, Image]]:
+    """Return the rows with a token to train on, as the teacher reads them, how many tokens longer each is, and their images."""
     rows: dict[Row, int] = {}
+    images: dict[str, Image] = {}
     for rollout in rollouts:
-        rows |= dict.fromkeys(rollout.rows, 0) if teacher.privileged is None else teacher.privileged.rows(rollout)
+        rollout_rows: Mapping[Row, int] = dict.fromkeys(rollout.rows, 0)
+        rollout_images = rollout.images
+        if teacher.privileged is not None:
+            rollout_rows, rollout_images = teacher.privileged.rows(rollout)
+        rows |= rollout_rows
+        images |= rollout_images
     trained = {row: longer for row, longer in rows.items() if row.mask[1:].any()}
-    return list(trained), {row.key: longer for row, longer in trained.items()}
+    return list(trained), {row.key: longer for row, longer in trained.items()}, images
 
 
 async def _score_at_server(teacher: Teacher, client: ScoringClient, rows: Sequence[Row]) -> Scores:

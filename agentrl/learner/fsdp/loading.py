@@ -124,6 +124,7 @@ def _load(
     context: Context | None,
 ) -> None:
     """Load a model, check it, and let it compute micro-batches together with the ranks of ``context``, or of a new one."""
+    model.key = key
     with _named_errors(model, folder, key):
         model.images = image_inputs(model.hf, folder, key)
         _fill(model, folder, config, device, mesh, key)

@@ -46,6 +46,8 @@ class PackedModel(nn.Module):
     def __init__(self, model: Any, logits_chunk: int) -> None:
         super().__init__()
         self.hf = model
+        self.key = "model.path"
+        """Configuration key of its folder, for messages."""
         self.logits_chunk = logits_chunk
         self.autocast = False
         """Whether matrix products are computed in bfloat16."""
@@ -126,7 +128,7 @@ class PackedModel(nn.Module):
             return self.images.read(micro)
         if micro.images:
             raise LearnerError(
-                f"the batch has images, but {type(self.hf).__name__} reads none; set model.path to a vision-language model"
+                f"the batch has images, but {type(self.hf).__name__} reads none; set {self.key} to a vision-language model"
             )
         return None, None
 

@@ -60,6 +60,8 @@ class MegatronModel:
     """Reads images; None if the model reads none."""
     values: bool = False
     """Whether it has a value head in place of the language head."""
+    key: str = "model.path"
+    """Configuration key of its folder, for messages."""
 
     @property
     def head_is_tied(self) -> bool:
@@ -129,7 +131,7 @@ def build_model(
             images.allocate(config, device)
             chunk.add_tower(images, layer_features(family))
         chunks.append(chunk.to(device))
-    return MegatronModel(tuple(chunks), config, layout, family, rotary, hf, images, values)
+    return MegatronModel(tuple(chunks), config, layout, family, rotary, hf, images, values, key)
 
 
 def packed_tokens(

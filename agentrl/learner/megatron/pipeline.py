@@ -149,8 +149,8 @@ class Pipeline:
             return None, None
         if self.model.images is None:
             raise LearnerError(
-                f"the batch has images, but the model with model_type={self.model.hf.model_type!r} reads none; set model.path to "
-                "a vision-language model"
+                f"the batch has images, but the model with model_type={self.model.hf.model_type!r} reads none; set "
+                f"{self.model.key} to a vision-language model"
             )
         return self.model.images.inputs.read(micro)
 

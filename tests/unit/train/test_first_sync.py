@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import PackOptions
 from agentrl.config.load import validate
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
-from agentrl.core.types import FinishReason, Generation, Message, Prompt, RowKey, SamplingParams
+from agentrl.core.images import PlacedImage
+from agentrl.core.types import FinishReason, Generation, Message, Prompt, RowKey, SamplingParams, message_with_images
 from agentrl.inference.base import EngineControl
+from agentrl.models.resolve import resolve_model
+from agentrl.render.registry import load_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.engine_gap import GapBand, TokenGap, gap_band, token_gap
 from agentrl.runtime.engine_precision import read_precision
 from agentrl.testing import FakeEngine
-from agentrl.train.first_sync import TURNS, FirstSyncCheck, turn_prompts
+from agentrl.train.first_sync import TURNS, FirstSyncCheck, TurnPrompt, turn_prompts
 from agentrl.train.reference_pass import first_difference
 from agentrl.weight_sync.engines import OtherWeightsError
 
@@ -40,6 +44,7 @@ class Letters:
     """A chat format of single letters."""
 
     pad_token_id = 0
+    reads_images = False
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(letter) % 90 for letter in text)
@@ -51,7 +56,10 @@ class Letters:
 class Learner:
     """Gives token ``n`` the log-probability ``-n / 10``."""
 
+    images: Collection[PlacedImage] = ()
+
     def logprobs(self, batch: GlobalBatch) -> dict[RowKey, NDArray[np.float32]]:
+        self.images = [placed for micro in batch.micro[0] for placed in micro.images]
         return {
             key: logprobs(micro.token_ids_L[micro.row_L == row].tolist(), 0)
             for micro in batch.micro[0]
@@ -75,6 +83,7 @@ class Engines:
         self.errors, self.late, self.lost, self.resent, self.shards = [*errors], late, lost, resent, shards
         self.engines = [FakeEngine(number) for number in range(len(errors))]
         self.broken: set[int] = set()
+        self.scored_images: list[PlacedImage] = []
 
     def sampler(self, engine: EngineControl) -> Client:
         return Client(self, engine.number)
@@ -97,10 +106,10 @@ class Engines:
         if self.resent is not None:
             self.errors[engines[0].number] = self.resent
 
-    def check(self) -> dict[str, float]:
+    def check(self, prompts: Sequence[TurnPrompt] = PROMPTS, learner: Any = None) -> dict[str, float]:
         band = GapBand(2e-3, "16-bit weights")
-        check = FirstSyncCheck(PROMPTS, PackOptions(4096), band, self, self, Path("/no/model"))  # type: ignore[arg-type]
-        learner: Any = Learner()
+        check = FirstSyncCheck(prompts, PackOptions(4096), band, self, self, Path("/no/model"))  # type: ignore[arg-type]
+        learner = learner or Learner()
 
         async def run() -> dict[str, float]:
             await check.sample(self.engines)
@@ -122,7 +131,10 @@ class Client:
         scores = self.engines.logprobs(self.number, [*prompt.token_ids, *ids], len(prompt.token_ids))
         return Generation(ids, tuple(scores.tolist()), FinishReason.LENGTH, ((0, 0),), request_id=request_id)
 
-    async def score(self, token_ids: Sequence[int], start: int) -> NDArray[np.float32]:
+    async def score(
+        self, token_ids: Sequence[int], start: int, *, images: Sequence[PlacedImage] = ()
+    ) -> NDArray[np.float32]:
+        self.engines.scored_images += images
         return self.engines.logprobs(self.number, token_ids, start)
 
     async def aclose(self) -> None: ...
@@ -137,8 +149,42 @@ def test_prompts_are_seeded_and_have_turns_of_several_depths() -> None:
 @pytest.mark.parametrize("max_tokens", [3, 4, 40, 500])
 def test_prompt_and_answer_are_shorter_than_what_an_engine_holds(max_tokens: int) -> None:
     for prompt in turn_prompts(Letters(), max_tokens, seed=3):  # type: ignore[arg-type]
-        assert prompt.token_ids
-        assert len(prompt.token_ids) + prompt.params.max_new_tokens <= max_tokens - 1
+        assert prompt.prompt.token_ids
+        assert len(prompt.prompt.token_ids) + prompt.params.max_new_tokens <= max_tokens - 1
+
+
+@pytest.fixture(scope="module")
+def reader() -> ChatRenderer:
+    return load_renderer(resolve_model("geometry-warm"))
+
+
+@pytest.mark.parametrize("max_tokens", [4, 60, 200, 1 << 20])
+def test_a_policy_that_reads_images_is_compared_on_some_which_no_limit_divides(
+    reader: ChatRenderer, max_tokens: int
+) -> None:
+    prompts = turn_prompts(reader, max_tokens, seed=3)
+    images = [placed for prompt in prompts for placed in prompt.prompt.images]
+    assert len(images) == (8 if max_tokens >= 200 else 0)
+    for prompt in prompts:
+        assert len(prompt.prompt.token_ids) + prompt.params.max_new_tokens <= min(max_tokens, 1024) - 1
+        whole = reader.render((message_with_images("user", images[0].image),)) if images else prompt.prompt
+        for placed in prompt.prompt.images:
+            [expected] = whole.images
+            assert (
+                prompt.prompt.token_ids[placed.span.start : placed.span.end]
+                == whole.token_ids[expected.span.start : expected.span.end]
+            )
+
+
+def test_learner_and_engines_get_the_images_of_the_prompts(reader: ChatRenderer) -> None:
+    prompts, learner = turn_prompts(reader, 400, seed=3), Learner()
+    assert Engines(0.01).check(prompts, learner)["sync/gap"] == pytest.approx(0.01**2 / 2, rel=0.05)
+    digests = {placed.span.digest for prompt in prompts for placed in prompt.prompt.images}
+    assert {placed.span.digest for placed in learner.images} == digests != set()
+    engines = Engines(0.5)
+    with pytest.raises(ConfigError, match=r"is that of a turn with an image|no reference pass"):
+        engines.check(prompts)
+    assert {placed.span.digest for placed in engines.scored_images} == digests
 
 
 def test_engines_within_the_band_are_measured() -> None:

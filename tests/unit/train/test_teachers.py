@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,31 @@ import orjson
 import pytest
 import torch
 from byte_renderer import byte_renderer
+from PIL import Image as Pillow
 
 from agentrl.batch.groups import group_rollouts
-from agentrl.batch.packing import pack
+from agentrl.batch.microbatch import GlobalBatch
+from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, RunStopped
-from agentrl.core.types import ForkReason, MaskReason, Message, Provenance, Rollout, Row, RowKey, StopReason
+from agentrl.core.images import Image, ImageSpan, load_image
+from agentrl.core.types import (
+    ForkReason,
+    MaskReason,
+    Message,
+    Provenance,
+    Rollout,
+    Row,
+    RowKey,
+    StopReason,
+    message_with_images,
+)
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.learner.base import LearnerGroup
+from agentrl.models.resolve import resolve_model
+from agentrl.render.registry import load_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.sample import Sample
 from agentrl.testing import FakeLearner
 from agentrl.train.step_scores import StepScores, pack_options
@@ -275,6 +291,68 @@ def test_a_row_with_another_beginning_ends_the_run() -> None:
 def test_a_function_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="has no 'gone'"):
         load_context(f"{__name__}:gone", "algo.distillation.teachers.a.context")
+
+
+PICTURES = [load_image(Pillow.new("RGB", (32, 32), color)) for color in ("red", "blue")]
+PICTURE_MESSAGE = message_with_images("user", PICTURES[0], "How many?")
+
+
+def row_with_pictures(renderer: ChatRenderer) -> tuple[Row, Mapping[str, Image]]:
+    """Return a prompt with a picture, a sampled token, a picture that is observed, and a sampled token."""
+    prompt = renderer.render((PICTURE_MESSAGE,))
+    [first] = prompt.images
+    size, picture = len(prompt.token_ids), prompt.token_ids[first.span.start : first.span.end]
+    made = row(prompt.token_ids, [([70], True), (picture, False), ([71], True)])
+    spans = (first.span, ImageSpan(size + 1, len(picture), PICTURES[1].digest))
+    return replace(made, images=spans), {image.digest: image for image in PICTURES}
+
+
+@pytest.fixture(scope="module")
+def reader() -> ChatRenderer:
+    return load_renderer(resolve_model("geometry-warm"))
+
+
+class Recording(FakeLearner):
+    """Gives tokens their places as log-probabilities, and keeps what it was sent."""
+
+    def logprobs(self, batch: GlobalBatch, model: str = "main") -> Any:
+        [self.micro] = batch.micro[0]
+        return {
+            key: np.arange(int((self.micro.row_L == n).sum()), dtype=np.float32)
+            for n, key in enumerate(self.micro.keys)
+        }
+
+
+@pytest.mark.parametrize("context", [None, "{message} It is {answer}.", "{answer}"])
+def test_a_teacher_in_the_learner_reads_the_pictures_of_a_row_and_of_its_context(
+    reader: ChatRenderer, context: str | None
+) -> None:
+    made, images = row_with_pictures(reader)
+    learner, privileged_rows = Recording(), None
+    if context is not None:
+        privileged_rows = PrivilegedRows(load_context(context, "key"), "key", reader)
+    teacher = Teacher(policy="main", privileged=privileged_rows)
+    given = rollout(made, messages=(PICTURE_MESSAGE,), label="2", images=images)
+    teachers = Teachers(load_config(None, ALONE).algo.distillation, {"a": teacher})
+    scores = asyncio.run(teachers.score(group_rollouts([given]), learner, PackOptions(128)))["a"][made.key]
+    micro = learner.micro
+    assert [placed.image for placed in micro.images] == (PICTURES[1:] if context == "{answer}" else PICTURES)
+    ids, pad = micro.token_ids_L.numpy(), made.token_ids[made.images[1].start + 1]
+    for placed in micro.images:
+        assert (ids[placed.span.start + 1 : placed.span.end - 1] == pad).all()
+    longer = int((micro.row_L == 0).sum()) - len(made.token_ids)
+    assert (longer > 0) if context == "{message} It is {answer}." else (longer < 0) == (context is not None)
+    at = np.flatnonzero(made.mask)
+    np.testing.assert_array_equal(scores[at], at + longer)
+    np.testing.assert_array_equal(ids[at + longer], [70, 71])
+
+
+def test_a_teacher_at_a_server_refuses_rows_with_pictures(reader: ChatRenderer) -> None:
+    made, images = row_with_pictures(reader)
+    client = Positions()
+    with pytest.raises(ConfigError, match=r"rollout r has images, .*set algo\.distillation\.teachers=\{\}"):
+        scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(made, images=images))  # type: ignore[arg-type]
+    assert not client.sent
 
 
 # Learning
