@@ -185,6 +185,8 @@ policies: install
 	$(BIN)/agentrl sft --config code_contest/sft_warm model.path=runs/contest_init sft.out=runs/contest_warm
 	$(BIN)/python -m agentrl_tasks.game_positions.make_policy runs/tictactoe_init
 	$(BIN)/agentrl sft --config self_play/sft_tictactoe model.path=runs/tictactoe_init sft.out=runs/tictactoe_warm
+	$(BIN)/python -m agentrl_tasks.geometry.make_policy runs/geometry_init
+	$(BIN)/agentrl sft --config geometry/sft_warm model.path=runs/geometry_init sft.out=runs/geometry_warm
 
 # The versions that the tests pass with, of one Python on a CPU; docs/start/install.md says how to use them.
 constraints: install

@@ -63,6 +63,7 @@ agentrl bench sandbox                                       # cold starts and ca
 agentrl bench containers                                    # starts of machines of container tasks
 agentrl bench efficiency                                    # tokens/s of both loops relative to a bare client
 agentrl bench runners --runners 0,1,2,4,8                     # turns/s by number of runner processes, without a model
+agentrl bench images                                        # time and memory of pictures, over those of text of the same length
 agentrl bench gateway                                       # CPU a turn of agent programs, over that of the runner's own turns
 agentrl bench efficiency --scripted 100,1000,10000          # by concurrent episodes, without a model
 agentrl bench async                                         # asynchronous against synchronous training, simulated
