@@ -12,7 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from agentrl.config.layers import Layer, load_layers, save_config, saved_layers
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, ModelError
-from agentrl.models.reference_policy import check_reference, pin_reference, resolve_reference
+from agentrl.models.reference_policy import check_reference, pin_reference, resolve_critic, resolve_reference
+from tests.algo_config import make_algo
+from tests.vision_folders import write_processor_folder
 
 WITH_KL = "algo.kl_coef=0.001"
 
@@ -92,3 +94,10 @@ def test_a_configuration_without_a_vocabulary_is_an_error(tmp_path):
         check_reference(policy, odd)
     (odd / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 8}}))
     check_reference(policy, odd)
+
+
+def test_a_critic_that_reads_images_is_refused(tmp_path: Path) -> None:
+    policy = write_processor_folder(tmp_path, "qwen2.5-vl")
+    with pytest.raises(ConfigError, match=r"^algo\.critic\.path=.* reads images, .*set algo\.advantage\.name"):
+        resolve_critic(make_algo(advantage={"name": "gae"}), policy)
+    assert resolve_critic(make_algo(), policy) is None
