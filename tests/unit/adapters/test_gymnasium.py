@@ -275,7 +275,7 @@ class Painter(gymnasium.Env[Any, Any]):
     action_space = spaces.Discrete(2)
 
     def __init__(
-        self, render_mode: str | None = None, pixels: bool = False, shape: tuple[int, ...] = (4, 6, 3)
+        self, render_mode: str | None = None, pixels: bool = False, shape: tuple[int, ...] = (20, 30, 3)
     ) -> None:
         self.render_mode, self._shape = render_mode, shape
         self.observation_space = spaces.Box(0, 255, shape, np.uint8) if pixels else spaces.Text(9)
@@ -301,7 +301,7 @@ PAINTER: dict[str, Any] = {"id": f"{Path(__file__)}:Painter", "images": True}
 
 
 def painted(steps: int) -> Image:
-    return load_image(pil.new("RGB", (6, 4), (20 * steps,) * 3))
+    return load_image(pil.new("RGB", (30, 20), (20 * steps,) * 3))
 
 
 @pytest.mark.parametrize("pixels", [False, True])
