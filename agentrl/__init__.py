@@ -25,6 +25,7 @@ from agentrl.core.errors import (
     unknown_name,
 )
 from agentrl.core.extras import missing_extra_error
+from agentrl.core.images import IMAGE_MARK, Image, load_image
 from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, MultiStep, Player, RandomPlayer, View
 from agentrl.core.policy_evaluation import PolicyEvaluation
 from agentrl.core.registry import make_env, register_env, register_tool, served_tools
@@ -46,6 +47,7 @@ from agentrl.core.types import (
     ToolResult,
     ToolResults,
     ToolStatus,
+    message_with_images,
 )
 from agentrl.episode.chat import Agent, Chat
 from agentrl.episode.custom_loop import uses_tools
@@ -98,6 +100,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "IMAGE_MARK",
     "Action",
     "AecAdapter",
     "Agent",
@@ -111,6 +114,7 @@ __all__ = [
     "DataSource",
     "Env",
     "Evaluation",
+    "Image",
     "Info",
     "MadeTasks",
     "Message",
@@ -148,7 +152,9 @@ __all__ = [
     "UserError",
     "View",
     "evaluate",
+    "load_image",
     "make_env",
+    "message_with_images",
     "register_env",
     "register_tool",
     "rollout",

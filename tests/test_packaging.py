@@ -75,14 +75,15 @@ def test_the_distribution_has_one_name() -> None:
 
 
 PUBLIC = (
-    "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "CallbackError", "Chat", "Checkpoint",
-    "ConfigError", "DataSource", "Env", "Evaluation", "Info", "MadeTasks", "Message", "MissingError", "MultiAgentEnv",
-    "MultiReset", "MultiStep", "Observation", "OptimizerBatch", "Player", "PolicyEvaluation", "RandomPlayer", "Rewrite",
+    "IMAGE_MARK", "Action", "AecAdapter", "Agent", "AsyncEnv", "CallStatus", "Callback", "CallbackError", "Chat", "Checkpoint",
+    "ConfigError", "DataSource", "Env", "Evaluation", "Image", "Info", "MadeTasks", "Message", "MissingError",
+    "MultiAgentEnv", "MultiReset", "MultiStep",
+    "Observation", "OptimizerBatch", "Player", "PolicyEvaluation", "RandomPlayer", "Rewrite",
     "Rollout", "Run", "RunHandle", "RunStopped", "Sample", "SampleRow", "Step", "StopReason", "Task", "TaskError", "TaskSet",
     "Tool", "ToolCall", "ToolCalls", "ToolFailure", "ToolResult", "ToolResults", "ToolService", "ToolStatus", "TrainingSample",
     "TurnGame", "UserError", "View",
-    "evaluate", "make_env", "register_env", "register_tool", "rollout", "served_tools", "tool", "train", "unknown_name",
-    "uses_tools",
+    "evaluate", "load_image", "make_env", "message_with_images", "register_env", "register_tool", "rollout", "served_tools",
+    "tool", "train", "unknown_name", "uses_tools",
 )  # fmt: skip
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from agentrl.core.chat_endpoint import WireMessage
+from agentrl.core.images import IMAGE_MARK
 from agentrl.core.tool import Tool
 from agentrl.core.types import THINK, THINK_END, CallStatus, Message, ToolCall, json_state
 
@@ -26,9 +28,22 @@ def message_to_wire(message: Message, call_ids: Collection[str]) -> Json:
     if message.role == "assistant":
         return _assistant_to_wire(message)
     if message.role == "tool" and not message.inline and message.tool_call_id in call_ids:
-        return {"role": "tool", "tool_call_id": message.tool_call_id, "content": message.content}
+        return {"role": "tool", "tool_call_id": message.tool_call_id, "content": content_to_wire(message)}
     role = "user" if message.inline or message.role == "tool" else message.role
-    return {"role": role, "content": message.content}
+    return {"role": role, "content": content_to_wire(message)}
+
+
+def content_to_wire(message: Message) -> str | list[Json]:
+    """Return the content of a message: its text, or with images parts of the types ``text`` and ``image_url``."""
+    if not message.images:
+        return message.content
+    parts = list[Json]()
+    for text, image in zip_longest(message.content.split(IMAGE_MARK), message.images):
+        if text:
+            parts.append({"type": "text", "text": text})
+        if image is not None:
+            parts.append({"type": "image_url", "image_url": {"url": image.data_url}})
+    return parts
 
 
 def conversation_to_wire(messages: Sequence[Message]) -> list[Json]:

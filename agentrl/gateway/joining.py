@@ -1,7 +1,7 @@
 """Joins the requests of an agent program to conversations: each continues the turn whose whole history it begins with.
 
-Messages are compared by meaning: role, reasoning, text without white space at its ends, and calls by name and arguments as
-JSON values. Ids of calls are compared by the order in which they appear.
+Messages are compared by meaning: role, reasoning, text without white space at its ends, images by their bytes, and calls by
+name and arguments as JSON values. Ids of calls are compared by the order in which they appear.
 """
 
 from __future__ import annotations
@@ -306,10 +306,11 @@ def _meaning(message: Message, numbers: dict[str, int]) -> tuple[bytes, bytes]:
         message: of any role.
         numbers: of the calls so far by their ids; those of the message are added.
     """
+    digests = [image.digest for image in message.images]
     if message.role == "tool":
-        return b"", _json(["tool", numbers.get(message.tool_call_id or ""), message.content.strip()])
+        return b"", _json(["tool", numbers.get(message.tool_call_id or ""), message.content.strip(), *digests])
     if message.role != "assistant":
-        return b"", _json([message.role, message.content.strip()])
+        return b"", _json([message.role, message.content.strip(), *digests])
     reasoning, text = split_thinking(message.content)
     for call in message.tool_calls:
         numbers[call.id] = len(numbers)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
+from agentrl.clients.chat_messages import Json, content_to_wire
 from agentrl.config.agent import ProgramConfig, command_words
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import AgentProgramError
@@ -123,9 +124,9 @@ def task_json(task: Task, messages: Iterable[Message]) -> str:
     return json.dumps(fields, ensure_ascii=False)
 
 
-def plain_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """Return messages as roles and texts."""
-    return [{"role": message.role, "content": message.content} for message in messages]
+def plain_messages(messages: Iterable[Message]) -> list[Json]:
+    """Return messages as roles and texts; with images contents are parts, as in OpenAI's chat completions."""
+    return [{"role": message.role, "content": content_to_wire(message)} for message in messages]
 
 
 def read_start(file: Path) -> str:

@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 import orjson
 
+from agentrl.core.images import IMAGE_MARK, Image, without_marks
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
-from agentrl.core.types import THINK, THINK_END, Message, ToolCall
+from agentrl.core.types import THINK, THINK_END, Message, Role, ToolCall
 
 S = TypeVar("S")
 Json = dict[str, Any]
@@ -225,6 +226,41 @@ def check_tool_names(tools: Sequence[Tool]) -> tuple[Tool, ...]:
     if len(set(names)) < len(names):
         raise BadRequestError(f"tools: several have the name {max(names, key=names.count)!r}")
     return tuple(tools)
+
+
+def read_image(url: object, name: str) -> Image:
+    """Return the image of a ``data:`` URL. Nothing is fetched, and no file is read.
+
+    Args:
+        url: of the request.
+        name: of the field, for messages.
+
+    Raises:
+        BadRequestError: it is another address, or no image.
+    """
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise BadRequestError(f"{name}={url!r:.100}: images are not fetched; send a data: URL, data:image/…;base64,…")
+    try:
+        return Image.from_data_url(url)
+    except ValueError as error:
+        raise BadRequestError(f"{name}: {error}") from None
+
+
+def message_of_pieces(
+    role: Role, pieces: Sequence[str | Image], separator: str = "\n", tool_call_id: str | None = None
+) -> Message:
+    """Return a message of texts and images in their order; ``separator`` is between texts that follow each other."""
+    images = tuple(piece for piece in pieces if isinstance(piece, Image))
+    if not images:
+        return Message(role, separator.join(str(piece) for piece in pieces), tool_call_id=tool_call_id)
+    texts = list[str]()
+    for index, piece in enumerate(pieces):
+        if isinstance(piece, Image):
+            texts.append(IMAGE_MARK)
+            continue
+        follows_text = index > 0 and isinstance(pieces[index - 1], str)
+        texts.append((separator if follows_text else "") + without_marks(piece))
+    return Message(role, "".join(texts), tool_call_id=tool_call_id, images=images)
 
 
 def assistant_message(text: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from msgspec import Struct, field
 from typing_extensions import override
 
+from agentrl.core.images import Image
 from agentrl.core.types import Message
 from agentrl.gateway.dialects.base import (
     BadRequestError,
@@ -24,6 +25,8 @@ from agentrl.gateway.dialects.base import (
     event,
     make_call,
     make_tool,
+    message_of_pieces,
+    read_image,
     read_max_tokens,
     read_sampling,
     read_stop,
@@ -38,10 +41,15 @@ _REFUSED = ("logprobs", "top_logprobs", "audio", "prediction", "web_search_optio
 """Fields that would change what a reply is; a value that requests nothing is allowed."""
 
 
+class _ImageUrl(Struct):
+    url: str = ""
+
+
 class _Part(Struct):
     type: str = "text"
     text: str = ""
     refusal: str = ""
+    image_url: str | _ImageUrl | None = None
 
 
 class _Function(Struct):
@@ -174,32 +182,34 @@ def _refuse(body: Json, fields: _Body) -> None:
         raise BadRequestError(f"modalities={fields.modalities} is not supported; use text")
 
 
-def _join_parts(parts: str | Sequence[str | _Part] | None, separator: str) -> str:
-    """Return the text of a content.
+def _text(content: str | _Part) -> str:
+    """Return the text of a part.
 
     Raises:
-        BadRequestError: a part is no text.
+        BadRequestError: it has none.
     """
-    if parts is None or isinstance(parts, str):
-        return parts or ""
-    texts = list[str]()
-    for content in parts:
-        if not isinstance(content, str) and content.type not in ("text", "refusal"):
-            raise BadRequestError(f"content of type {content.type!r:.100} is not supported; use text")
-        texts.append(content if isinstance(content, str) else content.text or content.refusal)
-    return separator.join(texts)
+    if not isinstance(content, str) and content.type not in ("text", "refusal"):
+        raise BadRequestError(f"content of type {content.type!r:.100} is not supported here; use text")
+    return content if isinstance(content, str) else content.text or content.refusal
+
+
+def _text_or_image(content: str | _Part) -> str | Image:
+    if isinstance(content, str) or content.type != "image_url":
+        return _text(content)
+    address = content.image_url
+    return read_image(address.url if isinstance(address, _ImageUrl) else address, "image_url")
 
 
 def _message(message: _Message) -> Message:
+    content = message.content
+    parts = [content or ""] if content is None or isinstance(content, str) else content
     if message.role == "assistant":
         calls = [make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-        return assistant_message(
-            _join_parts(message.content, ""), message.reasoning_content or message.reasoning, calls
-        )
-    text = _join_parts(message.content, "\n")
+        return assistant_message("".join(map(_text, parts)), message.reasoning_content or message.reasoning, calls)
+    pieces = [_text_or_image(content) for content in parts]
     if message.role == "tool":
-        return Message("tool", text, tool_call_id=message.tool_call_id or "")
-    return Message("system" if message.role == "developer" else message.role, text)
+        return message_of_pieces("tool", pieces, tool_call_id=message.tool_call_id or "")
+    return message_of_pieces("system" if message.role == "developer" else message.role, pieces)
 
 
 def _head(reply: Reply, kind: str) -> Json:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 from typing_extensions import override
 
+from agentrl.core.images import Image
 from agentrl.core.types import Message, ToolCall
 from agentrl.gateway.dialects.base import (
     BadRequestError,
@@ -24,6 +25,8 @@ from agentrl.gateway.dialects.base import (
     hosted_tools,
     make_call,
     make_tool,
+    message_of_pieces,
+    read_image,
     read_max_tokens,
     read_sampling,
     read_stop,
@@ -44,6 +47,13 @@ _BILLING = "x-anthropic-billing-header:"
 """Begins a text in the system prompt of Claude Code that differs from request to request, and is not for the model."""
 
 
+class _Source(Struct):
+    type: str = "base64"
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
 class _Block(Struct):
     type: str
     text: str = ""
@@ -53,6 +63,7 @@ class _Block(Struct):
     input: Any = None
     tool_use_id: str = ""
     content: str | list[_Block] | None = None
+    source: _Source | None = None
 
 
 class _Message(Struct):
@@ -151,16 +162,16 @@ def _messages(message: _Message) -> list[Message]:
     blocks = [_Block("text", message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         return [_assistant_message(blocks)]
-    messages, texts = list[Message](), list[str]()
+    messages, pieces = list[Message](), list[str | Image]()
     for block in [*blocks, None]:
         if block is None or block.type == "tool_result":
-            if texts:
-                messages.append(Message(message.role, "\n".join(texts)))
-                texts = []
+            if pieces:
+                messages.append(message_of_pieces(message.role, pieces))
+                pieces = []
             if block is not None:
-                messages.append(Message("tool", _result(block), tool_call_id=block.tool_use_id))
+                messages.append(message_of_pieces("tool", _result(block), tool_call_id=block.tool_use_id))
         else:
-            texts.append(_text(block))
+            pieces.append(_text_or_image(block))
     return messages or [Message(message.role, "")]
 
 
@@ -187,9 +198,20 @@ def _text(block: _Block) -> str:
     return block.text
 
 
-def _result(block: _Block) -> str:
+def _text_or_image(block: _Block) -> str | Image:
+    if block.type != "image":
+        return _text(block)
+    source = block.source or _Source()
+    if source.type == "base64":
+        return read_image(f"data:{source.media_type};base64,{source.data}", "image.source")
+    if source.type == "url":
+        return read_image(source.url, "image.source.url")
+    raise BadRequestError(f"image.source.type={source.type!r:.100} is not supported; use base64")
+
+
+def _result(block: _Block) -> list[str | Image]:
     content = block.content or ""
-    return content if isinstance(content, str) else "\n".join(map(_text, content))
+    return [content] if isinstance(content, str) else [_text_or_image(member) for member in content]
 
 
 def _head(reply: Reply) -> Json:

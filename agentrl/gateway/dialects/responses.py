@@ -12,6 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from typing_extensions import override
 
+from agentrl.core.images import Image
 from agentrl.core.types import Message, Role, ToolCall
 from agentrl.gateway.dialects.base import (
     BadRequestError,
@@ -29,6 +30,8 @@ from agentrl.gateway.dialects.base import (
     hosted_tools,
     make_call,
     make_tool,
+    message_of_pieces,
+    read_image,
     read_max_tokens,
     read_sampling,
     read_tool_choice,
@@ -44,6 +47,8 @@ class _Part(Struct):
     type: str = "input_text"
     text: str = ""
     refusal: str = ""
+    image_url: str | None = None
+    file_id: str | None = None
 
 
 class _Item(Struct):
@@ -196,7 +201,7 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
         if item.type == "reasoning":
             turn.reasoning.append(_reasoning(item))
         elif item.type == "message":
-            turn.text += _join_parts(item.content, "")
+            turn.text += "".join(map(_text, _parts(item.content)))
         else:
             turn.calls.append(make_call(item.call_id, item.name, item.arguments))
             if number is not None:
@@ -207,19 +212,30 @@ def _messages(items: Sequence[_Item]) -> list[Message]:
 def _other_message(item: _Item) -> Message:
     if item.type == "message":
         role: Role = "user" if item.role == "user" else "system"
-        return Message(role, _join_parts(item.content, "\n"))
+        return message_of_pieces(role, _pieces(item.content))
     if item.type == "function_call_output":
-        return Message("tool", _join_parts(item.output, "\n"), tool_call_id=item.call_id)
+        return message_of_pieces("tool", _pieces(item.output), tool_call_id=item.call_id)
     raise BadRequestError(f"input of type {item.type!r:.100} is not supported")
 
 
-def _join_parts(parts: str | Sequence[_Part] | None, separator: str) -> str:
-    if parts is None or isinstance(parts, str):
-        return parts or ""
-    for content in parts:
-        if content.type not in _TEXT_PARTS:
-            raise BadRequestError(f"content of type {content.type!r:.100} is not supported; use text")
-    return separator.join(content.text or content.refusal for content in parts)
+def _parts(content: str | Sequence[_Part] | None) -> Sequence[_Part]:
+    return [_Part(text=content or "")] if content is None or isinstance(content, str) else content
+
+
+def _text(content: _Part) -> str:
+    if content.type not in _TEXT_PARTS:
+        raise BadRequestError(f"content of type {content.type!r:.100} is not supported here; use text")
+    return content.text or content.refusal
+
+
+def _pieces(content: str | Sequence[_Part] | None) -> list[str | Image]:
+    return [_read_image(piece) if piece.type == "input_image" else _text(piece) for piece in _parts(content)]
+
+
+def _read_image(content: _Part) -> Image:
+    if content.file_id:
+        raise BadRequestError(f"input_image with file_id={content.file_id!r:.100} is not supported; send image_url")
+    return read_image(content.image_url, "input_image.image_url")
 
 
 def _reasoning(item: _Item) -> str:
