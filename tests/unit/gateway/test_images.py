@@ -118,6 +118,7 @@ def test_messages_with_other_pictures_have_another_meaning() -> None:
 
 def test_an_episode_with_pictures_is_one_row_with_each_image_once(tmp_path: Path) -> None:
     renderer = load_renderer(write_processor_folder(tmp_path, "qwen2.5-vl"))
+    assert renderer.images.expand(RED), "loaded before the episode's time runs"
 
     async def talk(program: Program) -> None:
         refused = await program.post(
@@ -132,7 +133,7 @@ def test_an_episode_with_pictures_is_one_row_with_each_image_once(tmp_path: Path
         messages += [reply, {"role": "user", "content": [image_url(URL)]}]
         await program.chat(*messages, tools=[ADD])
 
-    played = play_with(renderer, [CALL, "Blue.", "Red."], talk)
+    played = play_with(renderer, [CALL, "Blue.", "Red."], talk, max_seconds=300.0)
     rollout = played.rollout
     assert rollout.failure is None, rollout.failure
     [row] = rollout.rows
