@@ -33,7 +33,7 @@ pytestmark = pytest.mark.sglang
 TOLERANCE = 1e-4
 """As of text."""
 PATCHES = {"qwen2.5-vl": 14, "qwen3-vl": 16}
-"""Sides of patches by family. SGLang has no SmolVLM, and refuses GLM-4.5V's ids if their text encodes to another number of ids."""
+"""Sides of patches by family. SGLang has no SmolVLM, and refuses ids of GLM-4.5V whose text encodes to another number."""
 FAMILY = pytest.mark.parametrize("family", PATCHES)
 VISION_START, VISION_END = 263, 264
 """Ids of ``<|vision_start|>`` and ``<|vision_end|>`` in both."""
