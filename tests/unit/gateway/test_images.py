@@ -18,6 +18,7 @@ from agentrl.gateway.dialects.messages import Messages
 from agentrl.gateway.dialects.responses import Responses
 from agentrl.gateway.joining import History
 from agentrl.gateway.program_process import plain_messages
+from agentrl.obs.image_files import image_name
 from agentrl.obs.rollout_format import encode_rollout, rollout_from_dict
 from agentrl.render.registry import load_renderer
 from tests.vision_folders import write_processor_folder
@@ -144,7 +145,8 @@ def test_an_episode_with_pictures_is_one_row_with_each_image_once(tmp_path: Path
         sum(token in renderer.images.pad_ids for token in renderer.images.expand(image)) for image in (RED, BLUE, RED)
     )
     assert not any(row.mask[span.start : span.end].any() for span in row.images)
-    read = rollout_from_dict(json.loads(encode_rollout(rollout)))
+    files = {image_name(image): image for image in rollout.images.values()}
+    read = rollout_from_dict(json.loads(encode_rollout(rollout)), files.__getitem__)
     assert (read.images, read.rows[0].images) == (rollout.images, row.images)
 
 
