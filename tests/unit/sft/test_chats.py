@@ -304,7 +304,10 @@ def test_pairs_train_the_completion_alone() -> None:
             {"messages": [said("user", "a"), said("assistant", "<think>b</think>c", reasoning="d")]},
             "message 2 has its reasoning twice",
         ),
-        ({"messages": [said("user", [{"type": "image_url"}]), said("assistant", "b")]}, "message 1 has the content"),
+        (
+            {"messages": [said("user", [{"type": "image_url"}]), said("assistant", "b")]},
+            "message 1 has a part for an image",
+        ),
         (
             {"messages": [said("user", "a"), said("assistant", "b")], "tools": "look_up"},
             r"'tools' \(sft.tools_key\) is no JSON",

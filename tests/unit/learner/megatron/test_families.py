@@ -15,7 +15,7 @@ from tests.unit.learner.megatron.models import model_config
 def test_models_of_other_families_are_refused_with_a_list(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(
-        ModelError, match=r"model\.path=.*model_type='gpt2', only deepseek_v3, glm4, .*qwen3_moe; set learner"
+        ModelError, match=r"model\.path=.*model_type='gpt2', only deepseek_v3, glm4, .*qwen3_moe, qwen3_vl; set learner"
     ):
         read_family(tmp_path, "model.path")
 
