@@ -46,13 +46,14 @@ class ImageProcessor:
     Args:
         processor: a processor of transformers with ``image_processor`` and ``tokenizer``.
         where: the folder with its key, for messages.
-        cache_bytes: size of the cache of features; the least recently used are dropped.
+        cache_bytes: size of the cache of features; the least recently used are dropped, and the newest stay. By default only
+            the last image has some: a renderer needs the ids alone.
 
     Raises:
         ModelError: the processor does not expand images one by one as it expands a whole conversation.
     """
 
-    def __init__(self, processor: ProcessorMixin, where: str, *, cache_bytes: int = 128 << 20) -> None:
+    def __init__(self, processor: ProcessorMixin, where: str, *, cache_bytes: int = 0) -> None:
         self.where = where
         self.chat_template: str | None = _chat_template(processor)
         """The chat template of the processor, which may differ from the tokenizer's; None if it has none."""
@@ -240,7 +241,7 @@ def image_processor_loader(folder: Path, *, trust_remote_code: bool = False) -> 
 
 
 def load_image_processor(
-    folder: Path, key: str = "model.path", *, trust_remote_code: bool = False, cache_bytes: int = 128 << 20
+    folder: Path, key: str = "model.path", *, trust_remote_code: bool = False, cache_bytes: int = 0
 ) -> ImageProcessor:
     """Return the image processor of a model folder. Images are resized with Pillow, not with torchvision.
 

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 _CACHE_BYTES = 256 << 20
 """Of features; those of the images that were not used for the longest time are dropped."""
+INPUT_CACHE_BYTES = 64 << 20
+"""Of what the vision tower reads: new weights compute the features of the conversations in progress again."""
 _MOST_KEYS = 1 << 16
-"""Images whose keys are remembered: an image that returns later has another one, and is computed again."""
+"""Images whose keys and grids are remembered: an image that returns later has another key, and is computed again."""
 
 
 class Processor(Protocol):
@@ -129,6 +131,7 @@ class ImageEncoder:
         self._features: OrderedDict[tuple[int, str], ImageFeatures] = OrderedDict()
         self._cached_bytes = 0
         self._keys: OrderedDict[str, int] = OrderedDict()
+        self._grids: OrderedDict[str, Grid] = OrderedDict()
         self._numbers = itertools.count(1)
         self.computed = 0
         """Images that went through the vision tower."""
@@ -195,8 +198,12 @@ class ImageEncoder:
         return token_ids, np.split(indices, np.cumsum(counts)[:-1])
 
     def _grid(self, image: Image) -> Grid:
-        time, height, width = self.processor.features(image)["image_grid_thw"].view(-1).tolist()
-        return int(time), int(height), int(width)
+        if image.digest not in self._grids:
+            time, height, width = self.processor.features(image)["image_grid_thw"].view(-1).tolist()
+            self._grids[image.digest] = int(time), int(height), int(width)
+            if len(self._grids) > _MOST_KEYS:
+                self._grids.popitem(last=False)
+        return self._grids[image.digest]
 
     def _key(self, digest: str) -> int:
         if digest not in self._keys:

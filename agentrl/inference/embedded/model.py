@@ -20,7 +20,7 @@ from agentrl.core.errors import ModelError
 from agentrl.inference.embedded.adapters import Adapter, WeightSwitch, merged_weights
 from agentrl.inference.embedded.cache import ATTENTION, SlotCache
 from agentrl.inference.embedded.forward_batch import ForwardBatch, Segment
-from agentrl.inference.embedded.images import ImageEncoder, ImageFeatures
+from agentrl.inference.embedded.images import INPUT_CACHE_BYTES, ImageEncoder, ImageFeatures
 from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.batch_invariant import make_batch_invariant
 from agentrl.models.hub_tensors import hub_tensors, sent_buffers
@@ -184,7 +184,9 @@ class Model:
         positions = read_image_positions(self.folder)
         if positions is None or not has_image_processor(self.folder):
             return None
-        processor = load_image_processor(self.folder, trust_remote_code=trust_remote_code)
+        processor = load_image_processor(
+            self.folder, trust_remote_code=trust_remote_code, cache_bytes=INPUT_CACHE_BYTES
+        )
         return ImageEncoder(self._model, positions, processor)
 
     def module_outputs(self, token_ids: NDArray[np.int32]) -> ModuleOutputs:
