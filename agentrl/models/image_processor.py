@@ -95,6 +95,12 @@ class ImageProcessor:
                 self._features.move_to_end(image.digest)
             return features
 
+    def clear(self) -> None:
+        """Drop the cached features."""
+        with self._lock:
+            self._features.clear()
+            self._cached_bytes = 0
+
     def join(self, features: Sequence[Features]) -> Features:
         """Return the features of several images in the order of their tokens, as the model reads them; empty of none."""
         import torch

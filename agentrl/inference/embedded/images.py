@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20
 """Of features; those of the images that were not used for the longest time are dropped."""
 INPUT_CACHE_BYTES = 64 << 20
-"""Of what the vision tower reads: new weights compute the features of the conversations in progress again."""
+"""Of what the vision tower reads. New weights drop it: small tensors that stay for many updates lie between the large ones of
+each, so that the process grows by several times their size."""
 _MOST_KEYS = 1 << 16
 """Images whose keys and grids are remembered: an image that returns later has another key, and is computed again."""
 
@@ -38,6 +39,10 @@ class Processor(Protocol):
 
     def features(self, image: Image) -> dict[str, Tensor]:
         """Return what the vision tower reads of an image."""
+        ...
+
+    def clear(self) -> None:
+        """Drop what is cached of images."""
         ...
 
 
@@ -247,5 +252,6 @@ class ImageEncoder:
 
     def clear(self) -> None:
         """Drop all features: the weights change."""
+        self.processor.clear()
         self._features.clear()
         self._cached_bytes = 0
