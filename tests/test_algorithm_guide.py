@@ -56,6 +56,7 @@ def in_table(table: str, row: str) -> str:
     return f"{head}\n{entry}{brace}{tail}"
 
 
+@pytest.mark.long
 def test_a_new_algorithm_is_one_file_and_one_row(tmp_path: Path) -> None:
     for name in ("agentrl", "tests/unit/algo", "tests/unit/learner", "tests/unit/testing", "docs"):
         shutil.copytree(

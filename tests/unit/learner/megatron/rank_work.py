@@ -39,21 +39,26 @@ ALGOS: dict[str, dict[str, Any]] = {
 }
 ONE: dict[str, dict[str, Any]] = {"one rank": {}}
 TWO: dict[str, dict[str, Any]] = {
-    "DP2": {},
     "DP2, overlapped, offloaded": {"overlap_grad_reduce": True, "overlap_param_gather": True},
-    "TP2, selective": TP,
     "TP2, SP, selective": TP | SP,
     "PP2, VPP2": PP | VPP,
 }
 TWO_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "TP2, SP, ETP2": TP | SP,
-    "TP2, SP, ETP1": TP | SP | {"expert_tensor_parallel_size": 1},
     "TP2, SP, EP2, ETP1, full": TP | SP | EP | {"expert_tensor_parallel_size": 1},
     "PP2, experts, selective": PP,
     "CP2, experts": {"context_parallel_size": 2},
 }
-LONG: dict[str, dict[str, Any]] = {"PP2, full": PP, "CP2": {"context_parallel_size": 2}}
-LONG_OF_EXPERTS: dict[str, dict[str, Any]] = {"EP2, selective": EP}
+LONG: dict[str, dict[str, Any]] = {
+    "DP2": {},
+    "TP2, selective": TP,
+    "PP2, full": PP,
+    "CP2": {"context_parallel_size": 2},
+}
+LONG_OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "EP2, selective": EP,
+    "TP2, SP, ETP1": TP | SP | {"expert_tensor_parallel_size": 1},
+}
 """Under `make test-long` only: layouts above have all that these have, and more."""
 FOUR: dict[str, dict[str, Any]] = {"TP2, SP, PP2": TP | SP | PP}
 RESUMED = {"TP2, SP, offloaded": TP | SP, "PP2": PP, "DP2, offloaded": {}, "EP2": EP}
