@@ -15,7 +15,7 @@ MINUTES = 10
 NOISE = 0.08
 """Three standard errors of the difference of two shares of about 0.15 on 384 pictures."""
 GROWTH_GIB = 0.1
-"""Host memory that the processes of a run may have more after 50 steps."""
+"""Host memory that the processes of a run may have more after 50 steps than after ten."""
 
 
 def train(folder: Path, *words: str) -> tuple[list[dict[str, float]], float]:
@@ -34,14 +34,14 @@ def gain(name: str, rows: list[dict[str, float]]) -> float:
 
 
 def test_learns_to_see_and_zoom_in_ten_minutes(tmp_path: Path) -> None:
-    """From the tenth step on 50 steps leave the host's memory as it is."""
+    """Memory of the host stays as it is from the tenth step to the fiftieth."""
     rows, seconds = train(tmp_path)
     print(f"{seconds / 60:.1f} minutes")
     used = {int(row["step"]): row["host_memory/total_gib"] for row in rows if "host_memory/total_gib" in row}
     print({step: round(used[step], 3) for step in sorted(used) if step % 10 == 0})
     assert gain("geometry", rows) >= 0.4
     assert seconds <= MINUTES * 60
-    assert used[60] <= used[10] + GROWTH_GIB
+    assert used[50] <= used[10] + GROWTH_GIB
 
 
 def test_nothing_is_learned_of_shuffled_pictures(tmp_path: Path) -> None:
