@@ -184,7 +184,7 @@ _ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", 
 
 
 def write_processor_folder(
-    folder: Path, family: str, *, template: str = "", weights: bool = False, patch: int | None = None
+    folder: Path, family: str, *, template: str = "", weights: float | None = None, patch: int | None = None
 ) -> Path:
     """Write the folder of a tiny model of a family, and return it.
 
@@ -192,7 +192,8 @@ def write_processor_folder(
         folder: created if it is missing.
         family: a name of `FAMILIES`.
         template: in place of the family's.
-        weights: write random weights (float32) too.
+        weights: standard deviation of random matrices (float32) that are written too; from 0.1 on images change the
+            log-probabilities of text. None: no weights are written.
         patch: sides of a patch in pixels, in place of the family's here; SGLang computes Qwen2.5-VL with 14 alone.
     """
     form = FAMILIES[family] if patch is None else _with_patches(FAMILIES[family], patch)
@@ -212,8 +213,8 @@ def write_processor_folder(
     text = {**form.model["text_config"], "vocab_size": len(tokenizer), "max_position_embeddings": 4096, **ids}
     config = {**form.model, **special, **ids, "text_config": text, "dtype": "float32", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
-    if weights:
-        _write_weights(folder)
+    if weights is not None:
+        _write_weights(folder, weights)
     return folder
 
 
@@ -225,13 +226,18 @@ def _with_patches(form: Family, patch: int) -> Family:
     return form._replace(image_processor=form.image_processor | processor, model=form.model | {"vision_config": vision})
 
 
-def _write_weights(folder: Path) -> None:
+def _write_weights(folder: Path, deviation: float) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(0)
     auto: Any = AutoModelForImageTextToText
-    auto.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32).save_pretrained(folder)
+    model = auto.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, deviation)
+    model.save_pretrained(folder)
 
 
 def _byte_tokenizer(form: Family) -> PreTrainedTokenizerFast:

@@ -181,7 +181,7 @@ class ImageProcessor:
         Raises:
             ModelError: they differ.
         """
-        images = [_check_image(width, height) for width, height in _CHECK_SIZES]
+        images = [probe_image(width, height) for width, height in _CHECK_SIZES]
         turns: list[list[str | None]] = [
             ["first", None],
             ["seen"],
@@ -340,8 +340,8 @@ def _size(features: Features) -> int:
     return sum(data.numel() * data.element_size() for data in features.values())
 
 
-def _check_image(width: int, height: int) -> Image:
-    """Return an image in which no two pixels near each other are equal."""
+def probe_image(width: int, height: int) -> Image:
+    """Return an image for checks, in which no two pixels near each other are equal."""
     from PIL import Image as pil
 
     rows, columns, channels = np.indices((height, width, 3), dtype=np.uint8)

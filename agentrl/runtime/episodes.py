@@ -20,7 +20,7 @@ from agentrl.episode.participants import SeatProgram
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.models.image_positions import read_image_positions
-from agentrl.models.image_processor import image_processor_loader
+from agentrl.models.image_processor import image_processor_loader, probe_image
 from agentrl.models.load import load_tokenizer, read_end_ids, read_routing, read_vocab_size
 from agentrl.models.reference_policy import resolve_frozen
 from agentrl.render.registry import make_renderer
@@ -55,10 +55,7 @@ def open_renderer(config: Config, model: Path) -> tuple[ChatRenderer, Vocabulary
 
 def _image_prompt(renderer: ChatRenderer) -> Prompt:
     """Return a prompt with two images of different shapes, which engines must expand as the policy's processor does."""
-    from PIL import Image as pil
-
-    wide, high = (pil.linear_gradient("L").resize(size).convert("RGB") for size in ((96, 64), (40, 72)))
-    return renderer.render((message_with_images("user", wide, high),))
+    return renderer.render((message_with_images("user", probe_image(96, 64), probe_image(40, 72)),))
 
 
 def make_runner(

@@ -77,14 +77,10 @@ class Server:
 
 def write_model(folder: Path, family: str) -> Path:
     """Write a model whose log-probabilities depend on the pixels, and that samples no tokens of images."""
-    write_processor_folder(folder, family, weights=True, patch=PATCHES[family])
+    write_processor_folder(folder, family, weights=0.2, patch=PATCHES[family])
     auto: Any = AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=torch.float32)
-    torch.manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0.0, 0.2)
         model.lm_head.weight[256:] = 0.0
     model.save_pretrained(folder)
     return folder

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.core.errors import ConversationError
-from agentrl.core.images import Image, ImageSpan, load_image
+from agentrl.core.images import Image, ImageSpan
 from agentrl.inference.embedded.replies import BadRequestError
 from agentrl.models.image_positions import Grid, ImagePositions
+from agentrl.models.image_processor import probe_image
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,14 +111,6 @@ class ImageFeatures:
     def size(self) -> int:
         """Bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.embeddings, *self.deep))
-
-
-def check_image(width: int = 60, height: int = 44) -> Image:
-    """Return a small image for the check at load: its pixels and its sides differ."""
-    from PIL import Image as pil
-
-    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
-    return load_image(pil.fromarray(pixels))
 
 
 class ImageEncoder:
@@ -241,7 +234,7 @@ class ImageEncoder:
         """Return a prompt with an image between these ids, and the other inputs with which transformers computes it itself."""
         token = self.positions.image_token_id
         text = [(index + (index == token)) % max(token, 1) if index >= token else index for index in ids.tolist()]
-        image = check_image()
+        image = probe_image(60, 44)
         expansion = self.processor.expand(image)
         half = len(text) // 2
         token_ids, prompt = self.place([*text[:half], *expansion, *text[half:]], [image])

@@ -8,7 +8,7 @@ from tests.vision_folders import write_processor_folder
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> ImageBench:
-    folder = write_processor_folder(tmp_path_factory.mktemp("model"), "qwen3-vl", weights=True)
+    folder = write_processor_folder(tmp_path_factory.mktemp("model"), "qwen3-vl", weights=0.02)
     return ImageBench(folder, episodes=2, pictures=5, side_px=32, threads=1)
 
 
