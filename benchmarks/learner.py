@@ -34,6 +34,8 @@ _MATRIX = {"cuda": 8192, "cpu": 256}
 """Rows of the square matrices whose product's rate is the measure, by device."""
 _OTHER_TOKENS = 16384
 """Tokens of a micro-batch of other loops, unless ``batch.tokens_per_micro`` is set."""
+_TOLD = ("loss", "entropy", "grad_norm")
+"""Metrics of each step's line: layouts of ranks should agree in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +205,8 @@ def _measure_steps(
         start = time.perf_counter()
         metrics = step()
         seconds.append(time.perf_counter() - start)
-        tell(f"{name}: step {number + 1} of {bench.steps}, {seconds[-1]:.2f} s")
+        values = "".join(f", {key} {metrics[f'train/{key}']:.6g}" for key in _TOLD if f"train/{key}" in metrics)
+        tell(f"{name}: step {number + 1} of {bench.steps}, {seconds[-1]:.2f} s{values}")
     step_s = median(seconds[2:] or seconds[-1:])
     tokens = sum(len(row.token_ids) for row in rows)
     peak = metrics.get("train/peak_gpu_gib")

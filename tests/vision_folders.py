@@ -214,7 +214,7 @@ def write_processor_folder(
     config = {**form.model, **special, **ids, "text_config": text, "dtype": "float32", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
     if weights is not None:
-        _write_weights(folder, weights)
+        write_weights(folder, weights)
     return folder
 
 
@@ -226,7 +226,7 @@ def _with_patches(form: Family, patch: int) -> Family:
     return form._replace(image_processor=form.image_processor | processor, model=form.model | {"vision_config": vision})
 
 
-def _write_weights(folder: Path, deviation: float) -> None:
+def write_weights(folder: Path, deviation: float) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -20,7 +20,7 @@ HELP = "tokens/s and memory of optimizer steps, against other loops on the same 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument(
-        "--size", default="tiny", help="of the random model: tiny, tiny-moe, 0.6b, 4b, 8b or 30b-a3b-12"
+        "--size", default="tiny", help="of the random model: tiny, tiny-moe, 0.6b, 4b, 8b, 14b or 30b-a3b-12"
     )
     parser.add_argument("--rows", type=int, default=48, help="rows of a step")
     parser.add_argument(

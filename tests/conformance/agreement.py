@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from agentrl.batch.microbatch import GlobalBatch
+from agentrl.core.images import Image
 from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup
@@ -75,8 +76,8 @@ async def sample_rows(
     return list(await asyncio.gather(*(play(number, ids) for number, ids in enumerate(prompts))))
 
 
-def batch_of(rows: Sequence[Row]) -> GlobalBatch:
-    """Return rows as one rank's batch, the first of each two better than the second."""
+def batch_of(rows: Sequence[Row], images: Mapping[str, Image] | None = None) -> GlobalBatch:
+    """Return rows as one rank's batch, the first of each two better than the second; ``images`` are theirs by digest."""
     advantages = {row.key.rollout_id: 1.0 - 2.0 * (number % 2) for number, row in enumerate(rows)}
     return pack_rows(
         rows,
@@ -85,12 +86,13 @@ def batch_of(rows: Sequence[Row]) -> GlobalBatch:
         tokens_per_micro=16384,
         pad_id=0,
         temperature=rows[0].temperature,
+        images=images,
     )
 
 
-def agreement(learner: LearnerGroup, rows: Sequence[Row]) -> Agreement:
-    """Have the learner score what the engine sampled."""
-    scored = learner.logprobs(batch_of(rows))
+def agreement(learner: LearnerGroup, rows: Sequence[Row], images: Mapping[str, Image] | None = None) -> Agreement:
+    """Have the learner score what the engine sampled; ``images`` are those of the rows by digest."""
+    scored = learner.logprobs(batch_of(rows, images))
     pairs = [(np.asarray(scored[row.key])[row.mask == 1], row.logprobs[row.mask == 1]) for row in rows]
     ours, theirs = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
     log_ratio = ours - theirs

@@ -1,0 +1,82 @@
+"""Vision-language models on a GPU: SGLang and the learner compute the same of an episode with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conformance.agreement import agreement, in_float32
+from conftest import OPTIONS, START_S
+
+from agentrl.config.learner import LearnerConfig
+from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey
+from agentrl.inference.launch.launcher import visible_gpus
+from agentrl.inference.launch.processes import EngineProcess, launch_sglang
+from agentrl.learner.in_process import LocalLearnerGroup
+from tests.algo_config import make_algo
+from tests.sglang_images import PATCHES, Server, play_five_pictures, serving, write_model
+
+pytestmark = pytest.mark.gpu
+
+MOST_KL = {"bfloat16": 1e-3, "float32": 1e-6}
+"""Per token; in bfloat16 as of text."""
+HEAD_DIM = 64
+"""Kernels of a GPU have no smaller one."""
+
+
+@pytest.fixture(scope="module", params=MOST_KL)
+def servers(sglang: None, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[dict[str, Server]]:
+    root = tmp_path_factory.mktemp("images")
+    folders = {family: write_model(root / family, family, head_dim=HEAD_DIM) for family in PATCHES}
+    options = OPTIONS | {"dtype": request.param, "mm_attention_backend": "triton_attn", "mem_fraction_static": 0.1}
+
+    def start(folder: Path, log: Path) -> EngineProcess:
+        return launch_sglang(folder, log=log, options=options, gpus=visible_gpus()[:1], timeout_s=START_S)
+
+    with serving(root, folders, start) as started:
+        yield started
+
+
+@pytest.mark.parametrize("family", PATCHES)
+def test_five_pictures_over_four_turns(
+    servers: dict[str, Server], family: str, figures: list[str], request: Any
+) -> None:
+    """The engine in bfloat16 and in float32, the learner on the GPU in float32."""
+    server, dtype = servers[family], request.node.callspec.params["servers"]
+    prompt, sampled = play_five_pictures(server, PATCHES[family])
+    learner = LocalLearnerGroup(server.folder, LearnerConfig(device="cuda"), make_algo(), seed=0)
+    images = {placed.image.digest: placed.image for placed in prompt.images}
+    try:
+        if dtype == "bfloat16":
+            with in_float32(learner):
+                actual = agreement(learner, [sampled_row(prompt, sampled)], images)
+        else:
+            actual = agreement(learner, [sampled_row(prompt, sampled)], images)
+    finally:
+        learner.close()
+    figures.append(f"{family}, five pictures, engine in {dtype}: {actual}")
+    assert len(prompt.images) == 5
+    assert actual.k3 < MOST_KL[dtype]
+
+
+def sampled_row(prompt: Prompt, sampled: list[tuple[int, float]]) -> Row:
+    """Return a conversation as a row that is trained on what was sampled."""
+    count = len(prompt.token_ids)
+    is_sampled, logprobs = np.zeros(count, bool), np.zeros(count, np.float32)
+    for position, logprob in sampled:
+        is_sampled[position], logprobs[position] = True, logprob
+    return Row(
+        key=RowKey("p0", "images"),
+        token_ids=np.array(prompt.token_ids, np.int32),
+        provenance=np.where(is_sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=is_sampled.astype(np.uint8),
+        mask_reason=np.where(is_sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=logprobs,
+        versions=np.where(is_sampled, 0, -1).astype(np.int32),
+        requests=np.where(is_sampled, 0, -1).astype(np.int32),
+        request_ids=("images",),
+        images=tuple(placed.span for placed in prompt.images),
+    )
