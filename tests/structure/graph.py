@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tests.structure.nodes import FUNCTIONS, list_nodes
+
 Edges = Mapping[str, Collection[str]]
 """From each node to the nodes that it imports."""
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SKIPPED_FOLDERS = frozenset({"template", "templates", "__pycache__"})
 """Folders inside a package whose Python files are another project's, not modules of this one."""
 
@@ -183,7 +184,7 @@ def public_methods(tree: ast.Module) -> dict[str, list[str]]:
         node.name: sorted(
             {one.name for one in node.body if isinstance(one, FUNCTIONS) and not one.name.startswith("_")}
         )
-        for node in ast.walk(tree)
+        for node in list_nodes(tree)
         if isinstance(node, ast.ClassDef)
     }
 

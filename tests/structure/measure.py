@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tests.structure.graph import FUNCTIONS, Graph, Kind, is_test, public_methods, read_graph, strongly_connected
+from tests.structure.graph import Graph, Kind, is_test, public_methods, read_graph, strongly_connected
+from tests.structure.nodes import FUNCTIONS
 
 LONG_FUNCTION = 60
 MANY_METHODS = 15

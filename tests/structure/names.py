@@ -8,9 +8,11 @@ value stands in a sentence and not what it is, and functions that are named by a
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.structure.nodes import FUNCTIONS, read_nodes
 
 CONTEXT_WORDS = frozenset(
     [
@@ -62,28 +64,42 @@ class Names:
     named_by_of: list[str] = field(default_factory=list)
     """``FILE:LINE: NAME`` of each function whose name begins or ends with ``of``."""
 
+    def add(self, path: Path, nodes: Sequence[ast.AST]) -> None:
+        """Add the names of a file, from all its nodes."""
+        for name, line in bindings(nodes):
+            self.bindings += 1
+            if name.strip("_") in CONTEXT_WORDS:
+                self.context.append(f"{path}:{line}: {name}")
+        for name, line in functions(nodes):
+            words = name.strip("_").split("_")
+            if is_participle(name):
+                self.participles.append(f"{path}:{line}: {name}")
+            if "of" in (words[0], words[-1]):
+                self.named_by_of.append(f"{path}:{line}: {name}")
+
     @property
     def context_rate(self) -> float:
         """Context words for 1,000 bindings."""
         return 1000 * len(self.context) / max(1, self.bindings)
 
 
-def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Names that a module's statements bind, with their lines; attributes and imports are none."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id, node.lineno
+def bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
+    """Names that nodes of a module bind, with their lines; attributes and imports are none."""
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                yield node.id, node.lineno
         elif isinstance(node, ast.arg):
             yield node.arg, node.lineno
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        elif isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
             yield node.name, node.lineno
 
 
-def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def functions(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, int]]:
     """Names of functions and methods, with their lines; properties are named as what they are."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = {ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list}
+    for node in nodes:
+        if isinstance(node, FUNCTIONS):
+            decorators = {getattr(decorator, "attr", getattr(decorator, "id", "")) for decorator in node.decorator_list}
             if not decorators & {"property", "cached_property", "setter", "fixture", "override"}:
                 yield node.name, node.lineno
 
@@ -100,17 +116,7 @@ def read_names(paths: Sequence[Path]) -> Names:
     """The names of all Python files."""
     names = Names()
     for path in paths:
-        tree = ast.parse(path.read_bytes())
-        for name, line in bindings(tree):
-            names.bindings += 1
-            if name.strip("_") in CONTEXT_WORDS:
-                names.context.append(f"{path}:{line}: {name}")
-        for name, line in functions(tree):
-            words = name.strip("_").split("_")
-            if is_participle(name):
-                names.participles.append(f"{path}:{line}: {name}")
-            if "of" in (words[0], words[-1]):
-                names.named_by_of.append(f"{path}:{line}: {name}")
+        names.add(path, read_nodes(path))
     return names
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.structure.names import FOLDERS, python_files
+from tests.structure.nodes import FUNCTIONS, read_nodes
 
 MOST_PARAMETERS = 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -25,6 +26,17 @@ class Signatures:
     """``FILE:LINE: NAME (count)`` of functions with too many parameters and no reason."""
     untyped: list[str] = field(default_factory=list)
     """``FILE:LINE: NAME: ANNOTATION`` of each annotation with ``Any``."""
+
+    def add(self, path: Path, nodes: Sequence[ast.AST]) -> None:
+        """Add the signatures of a file, from all its nodes."""
+        for node in nodes:
+            if not isinstance(node, FUNCTIONS):
+                continue
+            self.functions += 1
+            count = len(parameters(node))
+            if count > MOST_PARAMETERS and not has_reason(node, path.read_text(encoding="utf-8").splitlines()):
+                self.long.append(f"{path}:{node.lineno}: {node.name} ({count})")
+            self.untyped += [f"{path}:{node.lineno}: {node.name}: {text}" for text in untyped_annotations(node)]
 
 
 def parameters(function: Function) -> list[ast.arg]:
@@ -52,15 +64,7 @@ def read_signatures(paths: Sequence[Path]) -> Signatures:
     """The signatures of all functions in Python files."""
     signatures = Signatures()
     for path in paths:
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, Function):
-                continue
-            signatures.functions += 1
-            count = len(parameters(node))
-            if count > MOST_PARAMETERS and not has_reason(node, text.splitlines()):
-                signatures.long.append(f"{path}:{node.lineno}: {node.name} ({count})")
-            signatures.untyped += [f"{path}:{node.lineno}: {node.name}: {text}" for text in untyped_annotations(node)]
+        signatures.add(path, read_nodes(path))
     return signatures
 
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from tests.structure.graph import FUNCTIONS
 from tests.structure.layers import PAGE, REPOSITORY, up_to_date
+from tests.structure.nodes import FUNCTIONS
 
 LIMITS = {"A sampled token": (22, 14, 8), "A tool call": (19, 13, 8)}
 """By section, the most functions, files and representations: what they are now, so that they do not grow."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.structure.layers import REPOSITORY
 from tests.structure.names import FOLDERS, TESTS, Names, bindings, is_participle, python_files, read_names
+from tests.structure.nodes import list_nodes, read_nodes
 from tests.structure.signatures import Signatures, read_signatures
 
 MOST_CONTEXT_WORDS, MOST_IN_TESTS = 2.0, 12.0
@@ -18,37 +19,38 @@ MOST_UNTYPED = 702
 
 
 @cache
-def names_of_folder(folder: str) -> Names:
-    return read_names(python_files(REPOSITORY / folder))
-
-
-@cache
-def signatures_of_folder(folder: str) -> Signatures:
-    return read_signatures(python_files(REPOSITORY / folder))
+def read_folder(folder: str) -> tuple[Names, Signatures]:
+    """Return what a folder's files name, and their signatures; each file is parsed once for both."""
+    names, signatures = Names(), Signatures()
+    for path in python_files(REPOSITORY / folder):
+        nodes = read_nodes(path)
+        names.add(path, nodes)
+        signatures.add(path, nodes)
+    return names, signatures
 
 
 @pytest.mark.parametrize(
     ("folder", "most"), [*((folder, MOST_CONTEXT_WORDS) for folder in FOLDERS), (TESTS, MOST_IN_TESTS)]
 )
 def test_bindings_say_what_they_bind(folder: str, most: float) -> None:
-    names = names_of_folder(folder)
+    names, _ = read_folder(folder)
     assert names.bindings
     assert names.context_rate <= most, names.context
 
 
 def test_functions_say_what_they_do() -> None:
-    names = names_of_folder("agentrl")
+    names, _ = read_folder("agentrl")
     assert len(names.participles) <= MOST_PARTICIPLES, names.participles
     assert len(names.named_by_of) <= MOST_NAMED_BY_OF, names.named_by_of
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_signatures_have_at_most_eight_parameters_or_a_reason(folder: str) -> None:
-    assert signatures_of_folder(folder).long == []
+    assert read_folder(folder)[1].long == []
 
 
 def test_signatures_are_typed() -> None:
-    assert len(signatures_of_folder("agentrl").untyped) <= MOST_UNTYPED
+    assert len(read_folder("agentrl")[1].untyped) <= MOST_UNTYPED
 
 
 def test_names_of_a_small_module(tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_names_of_a_small_module(tmp_path: Path) -> None:
     assert [line.rpartition(" ")[2] for line in names.participles] == ["kept"]
     assert [line.rpartition(" ")[2] for line in names.named_by_of] == ["weight_of"]
     assert not is_participle("need")
-    assert [name for name, _ in bindings(ast.parse("a, b = 1, 2"))] == ["a", "b"]
+    assert [name for name, _ in bindings(list_nodes(ast.parse("a, b = 1, 2")))] == ["a", "b"]
 
 
 def test_long_and_untyped_signatures_of_a_small_module(tmp_path: Path) -> None:

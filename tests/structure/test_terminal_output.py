@@ -1,12 +1,14 @@
 """Text reaches a terminal in one way: by the consoles of `agentrl.obs.console`, which read no markup."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.structure.layers import PACKAGE, REPOSITORY
+from tests.structure.nodes import list_nodes
 
 PLACES = [PACKAGE, *(REPOSITORY / name for name in ("envs", "tools", "tasks"))]
 CONSOLE = PACKAGE / "obs" / "console.py"
@@ -21,6 +23,8 @@ ONLY_IN_THE_CONSOLE = {
     "rich.logging.RichHandler", "rich.text.Text.from_markup", "logging.basicConfig", "logging.StreamHandler", "print",
 }  # fmt: skip
 """They read markup, print by themselves, or make another console."""
+PRINTING = re.compile("print|rich|logging|markup|status|std(out|err)")
+"""A module without any of these calls none of them, and is not parsed."""
 
 
 def files() -> Iterator[Path]:
@@ -32,14 +36,16 @@ def files() -> Iterator[Path]:
 
 def faults(source: str) -> list[str]:
     """Return the calls in a module that print in another way, or with markup."""
-    tree, faults = ast.parse(source), []
+    if not PRINTING.search(source):
+        return []
+    nodes, faults = list_nodes(ast.parse(source)), []
     origins = {"print": "print"}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
             origins |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             origins |= {alias.asname or alias.name.split(".")[0]: alias.name.split(".")[0] for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         root, _, attribute = _dotted_name(node.func).partition(".")

@@ -1,0 +1,26 @@
+"""The syntax trees of Python files as lists of their nodes."""
+
+import ast
+from pathlib import Path
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_nodes(path: Path) -> list[ast.AST]:
+    """Parse a file and return all its nodes."""
+    return list_nodes(ast.parse(path.read_bytes()))
+
+
+def list_nodes(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a tree, those of `ast.walk` in another order and in less time; a parent comes before its children."""
+    nodes: list[ast.AST] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        for value in node.__dict__.values():
+            if value.__class__ is list:
+                stack += [child for child in reversed(value) if isinstance(child, ast.AST)]
+            elif isinstance(value, ast.AST):
+                stack.append(value)
+    return nodes
