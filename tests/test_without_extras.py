@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import preloaded
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -67,28 +68,21 @@ CORE_COMMANDS = {
     "doctor": ["doctor", "run"],
     **{f"help of {command}": [command, "--help"] for command in cli.COMMANDS},
 }
-PLAY = """
-import contextlib, io, json, sys
-for package in json.loads(sys.argv[1]):
-    sys.modules[package] = None  # as if it were not installed
-from agentrl.cli.main import main
-found = {}
-for name, words in json.loads(sys.argv[2]).items():
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        try:
-            status = main(words)
-        except SystemExit as end:
-            status = end.code or 0
-    found[name] = [status, " ".join(out.getvalue().split())]
-print(json.dumps(found))
-"""
 
 
-def play(cwd: Path, packages: set[str], commands: dict[str, list[str]]) -> dict[str, tuple[int, str]]:
-    """Status and output of each command, all in one process that cannot import the packages."""
-    command = [sys.executable, "-c", PLAY, json.dumps([*packages]), json.dumps(commands)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+def play(
+    cwd: Path, packages: set[str], commands: dict[str, list[str]], *, preloads: bool
+) -> dict[str, tuple[int, str]]:
+    """Status and output of each command, all in one process that cannot import the packages.
+
+    With ``preloads`` it has imported torch before; else it is a new interpreter.
+    """
+    words = [json.dumps([*packages]), json.dumps(commands)]
+    if preloads:
+        done = preloaded.run("without_packages:main", words, cwd=cwd, env=dict(os.environ), timeout=240)
+    else:
+        command = [sys.executable, str(ROOT / "tests" / "without_packages.py"), *words]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (cwd / "runs").exists(), "no run was started"
     return {name: (status, output) for name, (status, output) in json.loads(done.stdout.splitlines()[-1]).items()}
@@ -101,7 +95,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str
     (cwd / "prompts.parquet").touch()
     (cwd / "run" / "rollouts").mkdir(parents=True)
     (cwd / "run" / "rollouts" / "step_000001.parquet").touch()
-    return play(cwd, {*EXTRAS} - TRAIN, COMMANDS)
+    return play(cwd, {*EXTRAS} - TRAIN, COMMANDS, preloads=True)
 
 
 def is_needed(requirement: Requirement, extras: Iterable[str]) -> bool:
@@ -126,7 +120,7 @@ def undeclared_packages() -> set[str]:
 def test_the_core_needs_no_training_packages(tmp_path: Path) -> None:
     packages = undeclared_packages()
     assert packages > {"torch", "ray", "transformers", "jinja2"}
-    results = play(tmp_path, packages | {*EXTRAS}, CORE_COMMANDS)
+    results = play(tmp_path, packages | {*EXTRAS}, CORE_COMMANDS, preloads=False)
     for name in results.keys() - {"train", "eval", "sft", "doctor"}:
         assert results[name][0] == 0, results[name]
     assert results["doctor"] == (2, "error: run is no run, because it has no config.yaml")
