@@ -90,11 +90,12 @@ def series(rng: Random) -> Problem:
     low, high, step = rng.randrange(1, 100), rng.randrange(101, 2000), rng.randrange(2, 20)
     numbers = range(low, high + 1)
     kind = rng.randrange(3)
-    text, term, answer = (
-        ("integers", "k", sum(numbers)),
-        ("squares of the integers", "k * k", sum(k * k for k in numbers)),
-        (f"multiples of {step}", f"k * (k % {step} == 0)", sum(k for k in numbers if k % step == 0)),
+    text, term, count = (
+        ("integers", "k", lambda k: k),
+        ("squares of the integers", "k * k", lambda k: k * k),
+        (f"multiples of {step}", f"k * (k % {step} == 0)", lambda k: k * (k % step == 0)),
     )[kind]
+    answer = sum(map(count, numbers))
     code, wrong = (f"print(sum({term} for k in range({low}, {end})))" for end in (f"{high} + 1", f"{high}"))
     return Problem(f"What is the sum of the {text} from {low} to {high}?", code, str(answer), (wrong,), 1 + (kind > 0))
 
@@ -104,23 +105,24 @@ def counting(rng: Random) -> Problem:
     low, high = rng.randrange(1, 200), rng.randrange(300, 5000)
     a, b = rng.randrange(2, 13), rng.randrange(2, 13)
     numbers = range(low, high + 1)
-    text, test, wrong_test, answer, level = (
-        (f"are divisible by {a}", f"k % {a} == 0", f"k % {a} != 0", sum(k % a == 0 for k in numbers), 2),
+    text, test, wrong_test, has_property, level = (
+        (f"are divisible by {a}", f"k % {a} == 0", f"k % {a} != 0", lambda k: k % a == 0, 2),
         (
             f"are divisible by {a} but not by {b}",
             f"k % {a} == 0 and k % {b} != 0",
             f"k % {a} == 0 and k % {b} == 0",
-            sum(k % a == 0 and k % b != 0 for k in numbers),
+            lambda k: k % a == 0 and k % b != 0,
             3,
         ),
         (
             f"have a sum of digits that is divisible by {a}",
             f"sum(map(int, str(k))) % {a} == 0",
             f"k % {a} == 0",
-            sum(_digit_sum(k) % a == 0 for k in numbers),
+            lambda k: _digit_sum(k) % a == 0,
             4,
         ),
     )[rng.randrange(3)]
+    answer = sum(map(has_property, numbers))
     code, wrong = (f"print(sum({condition} for k in range({low}, {high} + 1)))" for condition in (test, wrong_test))
     return Problem(f"How many integers from {low} to {high} {text}?", code, str(answer), (wrong,), level)
 
