@@ -1,9 +1,12 @@
 """The README's own example runs as it stands there."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import preloaded
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -20,8 +23,8 @@ def test_example_is_short() -> None:
 
 def test_example_passes_the_environment_check(tmp_path: Path) -> None:
     (tmp_path / "brief.py").write_text(example())
-    command = [sys.executable, "-m", "agentrl.cli.main", "env", "check", "brief.py:Brief"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words = ["env", "check", "brief.py:Brief"]
+    done = preloaded.run("agentrl.cli.main:main", words, cwd=tmp_path, env=dict(os.environ), timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passes" in done.stdout
 

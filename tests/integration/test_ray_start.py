@@ -5,54 +5,15 @@ Each start is a process: one that hangs lets no thread of it run.
 
 import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import preloaded
 import psutil
 import pytest
 from command_words import command_words
 from deadlines import wait_until
+from shared_runs import environment
 
-START = """
-import sys
-from pathlib import Path
-import psutil, ray
-from agentrl.cluster.ray_runtime import RayRuntime
-from agentrl.core.errors import LearnerError
-
-def killing(start):
-    def killed(*arguments, **options):
-        [gcs] = [child for child in psutil.Process().children() if child.name() == "gcs_server"]
-        gcs.kill()
-        Path(sys.argv[2]).touch()
-        return start(*arguments, **options)
-    return killed
-
-owner = {"raylet": ray._private.node.Node, "driver": ray._raylet}[sys.argv[1]]
-name = {"raylet": "start_raylet", "driver": "CoreWorker"}[sys.argv[1]]
-setattr(owner, name, killing(getattr(owner, name)))
-try:
-    RayRuntime(cpus=1).start()
-except LearnerError as error:
-    sys.exit(f"LearnerError: {error}")
-"""
-ENDING = """
-import sys, threading
-from pathlib import Path
-from agentrl.cluster.ray_runtime import RayRuntime
-import ray
-
-def wait(*_, **__):
-    Path(sys.argv[2]).touch()
-    threading.Event().wait()
-
-if sys.argv[1] == "starting":  # its raylet has started its agents, and the driver does not connect
-    ray._raylet.CoreWorker = wait
-RayRuntime(cpus=1).start()
-ray.get(ray.remote(lambda: 1).remote())
-wait()
-"""
 LIMIT_S = 90
 """Much less than the ten minutes that Ray waits, and enough for a start on a busy machine."""
 GONE_S = 5
@@ -63,19 +24,14 @@ GONE_S = 5
 def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     """Before the raylet starts; and before the driver connects, which then waits without letting another thread run."""
     killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "-c", START, moment, str(killed)],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process, errors = start("kill_gcs", moment, killed)
     try:
-        _, error = process.communicate(timeout=LIMIT_S)
+        code = process.wait(LIMIT_S)
     finally:
         process.kill()
     assert killed.exists()
-    assert process.returncode == 1, error
-    assert "LearnerError: Ray does not start: its process gcs_server has ended" in error
+    assert code == 1, errors.read_text()
+    assert "LearnerError: Ray does not start: its process gcs_server has ended" in errors.read_text()
     wait_until(lambda: not of_session(process.pid), GONE_S)
 
 
@@ -83,7 +39,7 @@ def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
 def test_nothing_of_ray_outlives_the_process_that_started_it(tmp_path: Path, moment: str) -> None:
     """It is killed while Ray starts, or once Ray has a worker."""
     ready = tmp_path / "ready"
-    process = subprocess.Popen([sys.executable, "-c", ENDING, moment, str(ready)], start_new_session=True)
+    process, _ = start("wait_with_ray", moment, ready)
     try:
         wait_until(lambda: ready.exists() or process.poll() is not None, LIMIT_S)
         wait_until(lambda: any("Agent" in "".join(command_words(child)[:1]) for child in of_session(process.pid)))
@@ -93,6 +49,16 @@ def test_nothing_of_ray_outlives_the_process_that_started_it(tmp_path: Path, mom
     process.wait()
     wait_until(lambda: not of_session(process.pid), GONE_S)
     assert psutil.wait_procs(children, timeout=GONE_S)[1] == []
+
+
+def start(function: str, moment: str, file: Path) -> tuple[preloaded.Forked, Path]:
+    """Start a process in a session of its own; returns it and the file of its errors."""
+    errors = file.with_name("errors.txt")
+    with errors.open("wb") as output:
+        descriptors = {1: output.fileno(), 2: output.fileno()}
+        words = (moment, str(file))
+        request = preloaded.Request(f"ray_starts:{function}", words, str(file.parent), environment(), descriptors)
+        return preloaded.Forked(request), errors
 
 
 def of_session(leader: int) -> list[psutil.Process]:

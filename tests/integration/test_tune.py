@@ -18,7 +18,7 @@ def test_trials_until_an_interrupt(services: Services, tmp_path: Path) -> None:
         "rollout.concurrency=2",
         "batch.tokens_per_micro=2048",
     ]
-    words = ["--config", "search_r1/cpu", "--minutes", "60", "--steps", "3", *joined, *small, *ONE_THREAD]
+    words = ["--config", "search_r1/cpu", "--minutes", "60", "--steps", "2", *joined, *small, *ONE_THREAD]
     running = Running("tune", *words, cwd=tmp_path)
     try:
         running.wait_for(lambda: "start again: repeat" in running.output())

@@ -35,15 +35,16 @@ def test_contract(game):
     check_multi_agent_env(partial(TextArenaEnv, game))
 
 
-def test_a_thousand_concurrent_episodes_replay():
+@pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_concurrent_episodes_replay(count):
     state_before = random.getstate(), np.random.get_state(legacy=True)[1].tobytes()
     with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(play, range(1000)))
+        together = list(pool.map(play, range(count)))
     assert (random.getstate(), np.random.get_state(legacy=True)[1].tobytes()) == state_before
-    for seed in range(0, 1000, 20):
+    for seed in range(0, count, 20):
         play(seed + 1, "TicTacToe-v0")  # another game in between changes nothing
         assert play(seed) == together[seed]
-    assert len({str(game) for game in together}) > 300
+    assert len({str(game) for game in together}) > 0.3 * count
 
 
 def test_a_player_reads_what_is_new_to_it():

@@ -266,6 +266,7 @@ def corpus_file(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_the_contract_and_a_real_server_that_is_killed_in_mid_run(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with launch_tool("search", [f"--corpus=train={corpus_file(tmp_path)}"], log=log, timeout_s=60) as server:
@@ -309,8 +310,12 @@ def test_a_server_that_builds_an_index_ends_when_it_is_stopped(tmp_path: Path) -
         f"main(['tools', 'serve', 'search', '--port=0', '--corpus={corpus_file(tmp_path)}'])\n"
     )
     with ChildProcess.start([sys.executable, "-c", code], log=tmp_path / "log", name="search") as child:
-        while "building" not in child.log_tail():
+
+        def is_building() -> bool:
             child.check()
+            return "building" in child.log_tail()
+
+        wait_until(is_building, 60)
         os.kill(child.pid, signal.SIGTERM)
         wait_until(lambda: not child.alive(), 20)
         assert child.exit_code() == 0, child.log_tail()

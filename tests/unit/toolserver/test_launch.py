@@ -21,6 +21,8 @@ from agentrl.data.task_sources import EnvTasks
 from agentrl.toolserver.launch import launch_tool
 from agentrl.toolserver.service import find_service
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 DOCUMENTS = [{"id": "1", "contents": '"Sadova"\nSadova lies in Remu Land.'}]
 
 
@@ -39,8 +41,7 @@ def test_a_server_answers_and_ends(tmp_path: Path) -> None:
         assert health.pop("server")
         assert health == {"status": "ok", "sessions": 0, "corpora": {"default": 1}, "searched": 0}
         os.kill(server.pid, signal.SIGKILL)
-        while server.alive():
-            pass
+        wait_until(lambda: not server.alive(), 10)
         with pytest.raises(
             ToolServerError, match=r"(?s)tool server 'search' ended \(signal SIGKILL\).*search serve on http"
         ):

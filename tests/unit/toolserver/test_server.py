@@ -26,6 +26,8 @@ from agentrl.toolserver.request_limits import TOKEN_VARIABLE
 from agentrl.toolserver.server.server import listen, make_app, open_sessions, routes_for_mcp, serve_tools
 from tests.unit.toolserver.fake_hosts import FakeTool, echo, in_loop, in_sandbox
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 UNSAFE = ToolServerConfig(sandbox=SandboxConfig(backend="unsafe_subprocess"))
 
 
