@@ -25,6 +25,7 @@ from agentrl.batch.microbatch import MicroBatch, to_device
 from agentrl.core.errors import LearnerError
 from agentrl.core.images import ImageSpan
 from agentrl.learner.layers import vision_tower
+from agentrl.models.image_features import compute_image_features
 from agentrl.models.image_positions import Grid, ImagePositions, read_image_positions
 from agentrl.models.image_processor import Features, ImageProcessor, load_image_processor
 
@@ -148,7 +149,8 @@ class ImageInputs:
             LearnerError: the tower has more or fewer features than the images have tokens.
         """
         device = embeddings.device
-        features = self._compute({name: to_device(data, device) for name, data in images.features.items()})
+        inputs = {name: to_device(data, device) for name, data in images.features.items()}
+        features = compute_image_features(self._hf.base_model, inputs)
         takes_features = torch.zeros(embeddings.shape[:2], dtype=torch.bool, device=device)
         if images.count and any(len(lines_F_H) != images.count for lines_F_H in features):
             raise LearnerError(
@@ -166,12 +168,6 @@ class ImageInputs:
         flat = embeddings.flatten(0, 1).index_copy(0, places_M, selected.to(embeddings.dtype))
         takes_features.view(-1)[places_M] = True
         return flat.view_as(embeddings), takes_features, layer_features
-
-    def _compute(self, inputs: Features) -> list[torch.Tensor]:
-        """Return the features ``[F, H]`` that replace embeddings, and those of each layer that adds some."""
-        output = self._hf.base_model.get_image_features(**inputs, return_dict=True)
-        layers = output.get("deepstack_features") or []
-        return [torch.cat([*parts]) for parts in (output.pooler_output, *layers)]
 
     def _image_of_zeros(self) -> Features:
         """Return the inputs of the tower for the smallest image."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from conformance.agreement import agreement, in_float32
-from conftest import OPTIONS, START_S
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey
@@ -17,21 +15,22 @@ from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
+from tests.gpu.conftest import OPTIONS, START_S
 from tests.sglang_images import PATCHES, Server, play_five_pictures, serving, write_model
 
 pytestmark = pytest.mark.gpu
 
-MOST_KL = {"bfloat16": 1e-3, "float32": 1e-6}
-"""Per token; in bfloat16 as of text."""
+MOST_KL = 1e-3
+"""Per token, as of text."""
 HEAD_DIM = 64
 """Kernels of a GPU have no smaller one."""
 
 
-@pytest.fixture(scope="module", params=MOST_KL)
-def servers(sglang: None, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[dict[str, Server]]:
+@pytest.fixture(scope="module")
+def servers(sglang: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
     root = tmp_path_factory.mktemp("images")
     folders = {family: write_model(root / family, family, head_dim=HEAD_DIM) for family in PATCHES}
-    options = OPTIONS | {"dtype": request.param, "mm_attention_backend": "triton_attn", "mem_fraction_static": 0.1}
+    options = OPTIONS | {"mm_attention_backend": "triton_attn", "mem_fraction_static": 0.1}
 
     def start(folder: Path, log: Path) -> EngineProcess:
         return launch_sglang(folder, log=log, options=options, gpus=visible_gpus()[:1], timeout_s=START_S)
@@ -41,25 +40,20 @@ def servers(sglang: None, tmp_path_factory: pytest.TempPathFactory, request: Any
 
 
 @pytest.mark.parametrize("family", PATCHES)
-def test_five_pictures_over_four_turns(
-    servers: dict[str, Server], family: str, figures: list[str], request: Any
-) -> None:
-    """The engine in bfloat16 and in float32, the learner on the GPU in float32."""
-    server, dtype = servers[family], request.node.callspec.params["servers"]
+def test_five_pictures_over_four_turns(servers: dict[str, Server], family: str, figures: list[str]) -> None:
+    """The engine in bfloat16, the learner in float32 with the engine's weights."""
+    server = servers[family]
     prompt, sampled = play_five_pictures(server, PATCHES[family])
+    assert len(prompt.images) == 5
     learner = LocalLearnerGroup(server.folder, LearnerConfig(device="cuda"), make_algo(), seed=0)
     images = {placed.image.digest: placed.image for placed in prompt.images}
     try:
-        if dtype == "bfloat16":
-            with in_float32(learner):
-                actual = agreement(learner, [sampled_row(prompt, sampled)], images)
-        else:
+        with in_float32(learner):
             actual = agreement(learner, [sampled_row(prompt, sampled)], images)
     finally:
         learner.close()
-    figures.append(f"{family}, five pictures, engine in {dtype}: {actual}")
-    assert len(prompt.images) == 5
-    assert actual.k3 < MOST_KL[dtype]
+    figures.append(f"{family}, five pictures: {actual}")
+    assert actual.k3 < MOST_KL
 
 
 def sampled_row(prompt: Prompt, sampled: list[tuple[int, float]]) -> Row:

@@ -24,7 +24,7 @@ def quantized_weights(info: Mapping[str, object], engine: str) -> str | None:
     Raises:
         ConfigError: its weights are quantised in a way in which SGLang takes no new ones.
     """
-    option = info.get("quantization") or info.get("torchao_config")
+    option = info.get("quantization") or info.get("torchao_config") or None  # SGLang 0.5.17 reports "" for none
     if option == "fp8" and info.get("load_format") == SELF_QUANTIZED:
         return None
     quantization = _override(info)

@@ -16,6 +16,7 @@ from torch import Tensor
 from agentrl.core.errors import ConversationError
 from agentrl.core.images import Image, ImageSpan
 from agentrl.inference.embedded.replies import BadRequestError
+from agentrl.models.image_features import compute_image_features
 from agentrl.models.image_positions import Grid, ImagePositions
 from agentrl.models.image_processor import probe_image
 
@@ -225,9 +226,7 @@ class ImageEncoder:
     def _compute(self, image: Image) -> ImageFeatures:
         self.computed += 1
         with torch.inference_mode():
-            output = self._model.get_image_features(**self.processor.features(image), return_dict=True)
-            embeddings = torch.cat([part.flatten(0, -2) for part in output.pooler_output])
-            deep = [torch.cat(tuple(layer)) for layer in getattr(output, "deepstack_features", None) or ()]
+            embeddings, *deep = compute_image_features(self._model, self.processor.features(image))
         return ImageFeatures(embeddings.to(self._model.dtype), tuple(layer.to(self._model.dtype) for layer in deep))
 
     def check_prompt(self, ids: NDArray[np.int32]) -> tuple[NDArray[np.int32], PromptImages, dict[str, Tensor]]:

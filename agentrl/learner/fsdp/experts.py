@@ -173,7 +173,7 @@ def _compute_rows(experts: _LocalExperts, rows_R_H: torch.Tensor, expert_R: torc
     else:
         inner = experts.act_fn(product(rows_R_H, "up_proj"))
     output = product(inner, "down_proj")
-    return experts.post_expert_norm(output) if experts.has_post_expert_norm else output
+    return experts.post_expert_norm(output) if getattr(experts, "has_post_expert_norm", False) else output
 
 
 def _count(expert_S: torch.Tensor, experts: int) -> torch.Tensor:

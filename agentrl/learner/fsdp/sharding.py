@@ -53,7 +53,7 @@ def make_mesh(device_type: str, config: LearnerConfig) -> RankMesh | None:
     if experts == 1:
         return RankMesh(shards, None)
     sizes = (ranks // replicas // experts, experts)
-    return RankMesh(shards, shards._unflatten(_SHARD, sizes, (_COLUMN, _EXPERT)))
+    return RankMesh(shards, shards._unflatten(shards.ndim - 1, sizes, (_COLUMN, _EXPERT)))
 
 
 def shard_mesh(weight: DTensor) -> DeviceMesh:

@@ -452,6 +452,7 @@ def test_an_engine_with_float8_blocks_takes_float8(fake: FakeSGLang, tmp_path: P
         ({"model_path": str(tmp_path), "quantization": "fp8"}, "float8_e4m3fn"),
         ({"model_path": str(tmp_path), "json_model_override_args": none}, None),
         ({"model_path": "a/b", "json_model_override_args": json.dumps(blocks)}, "float8_e4m3fn"),
+        ({"model_path": str(tmp_path), "quantization": None, "torchao_config": ""}, "float8_e4m3fn"),
         ({"model_path": "a/b", "quantization": "fp8", "load_format": "flash_rl"}, None),
     ):
         fake.info = dict(info)
