@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,7 @@ RECIPES = ("algo/", "models/")
 """What the names of shipped recipes begin with."""
 
 
+@cache
 def shipped_folder() -> Path:
     """Return the folder that holds the shipped YAML files."""
     spec = find_spec("agentrl_configs")

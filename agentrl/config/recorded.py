@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -106,6 +106,8 @@ TRAINED = (
 )
 """Keys that decide how recorded rollouts are trained: a change is reported."""
 
+_RECORDED = (*FIXED, *SAMPLED, *GROUPED, *TRAINED)
+
 _UNIMPORTANT = ("url", "port", "start_timeout_s", "max_restarts")
 """Keys of a tool server that do not change its results."""
 _ADDRESS = ("rollout.agent.host", "rollout.agent.idle_timeout_s")
@@ -129,12 +131,10 @@ def recorded_keys(config: Config) -> dict[str, str]:
     keys = {
         key: "set" if key.endswith("rollout.agent.port") else text  # an agent elsewhere plays; whichever the port is
         for key, text in texts.items()
-        if _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED))
-        and REDACTED not in text
-        and not key.endswith(_ADDRESS)
+        if _is_among(key, _RECORDED) and REDACTED not in text and not key.endswith(_ADDRESS)
     }
     for key in default_texts():
-        if key not in texts and _is_among(key, (*FIXED, *SAMPLED, *GROUPED, *TRAINED)):
+        if key not in texts and _is_among(key, _RECORDED):
             keys[key] = "null"  # else it would count as a key that did not exist yet
     keys["sources"] = ", ".join(config.sources) or "none"
     tools = {f"tools.{name}": name for name in config.tools}
@@ -190,7 +190,7 @@ def changed_keys(recorded: Mapping[str, str], keys: Mapping[str, str], kinds: Se
         pair
         for pair in pairs
         if pair.before != pair.after
-        and _is_among(pair.key, kinds)
+        and _is_among(pair.key, tuple(kinds))
         and (pair.after != "null" or pair.key in recorded)  # older runs have not recorded null
     ]
 
@@ -289,7 +289,8 @@ def check_sampled(recorded: Mapping[str, str], keys: Mapping[str, str], what: st
         )
 
 
-def _is_among(key: str, kinds: Sequence[str]) -> bool:
+@lru_cache(maxsize=1 << 14)
+def _is_among(key: str, kinds: tuple[str, ...]) -> bool:
     """Return whether a key is one of ``kinds`` or below one, of a source too."""
     section, _, source_key = key.partition(".")
     if section == "sources" and source_key:

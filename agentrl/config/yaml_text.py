@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable
+from copy import deepcopy
+from functools import lru_cache
 
 import yaml
 from yaml.events import AliasEvent, NodeEvent
@@ -100,8 +102,7 @@ def parse_yaml(text: str, origin: str) -> object:
         ConfigError: it is no YAML 1.2, has a key twice in a mapping, or an anchor; the message has the line.
     """
     try:
-        value: object = yaml.load(text, _Loader)
-        return value
+        return deepcopy(_load(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
@@ -110,6 +111,13 @@ def parse_yaml(text: str, origin: str) -> object:
         raise ConfigError(f"{origin}: its values are nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{origin}: {flatten_message(error)}") from None
+
+
+@lru_cache(maxsize=128)
+def _load(text: str) -> object:
+    """Return the value of a text; a configuration is read several times in a process, once for each of its layers and checks."""
+    value: object = yaml.load(text, _Loader)
+    return value
 
 
 def dump_yaml(value: object, *, flow: bool = False, style: str | None = None, allow_unicode: bool = True) -> str:

@@ -53,5 +53,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, as `asyncio.run` does, in virtual time."""
+    results: list[T] = []
+
+    async def run_main() -> None:
+        """Return nothing: Python 3.11 makes a text of the result, which may be thousands of rollouts."""
+        results.append(await main)
+
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+        runner.run(run_main())
+    return results[0]
