@@ -3,6 +3,7 @@
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
 # make test-harbor   install Harbor into .venv-harbor (Python 3.12), and run the tests beside it; needs Docker's plugins compose and buildx
+# make test-oldest   install the oldest torch and transformers that agentrl takes, 4 GB, and run the tests that depend on them
 # make test-trackio  install trackio into .venv-trackio, and run its tests
 # make test-environments  install servers of OpenEnv and NeMo Gym into .venv-environments, and run the tests that need them
 # make test-browser  install Chromium, and run the tests of pages in it (Debian, as root)
@@ -16,6 +17,7 @@ TRACKIO := .venv-trackio
 HARBOR := .venv-harbor
 HARBOR_PYTHON ?= python3.12
 ENVIRONMENTS := .venv-environments
+OLDEST := .venv-oldest
 # The first interpreter that is Python 3.11 to 3.13 (a name on the PATH need not be one that starts).
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -29,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-trackio test-harbor harbor-tools test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-oldest test-trackio test-harbor harbor-tools test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -115,13 +117,25 @@ $(AGENTS)/.installed: agentrl/gateway/harnesses/recipes.py tests/with_agents/ins
 test-agents: install install-agents
 	$(BIN)/python -m pytest tests/with_agents
 
+# $(call see_packages,ENVIRONMENT): what is installed in .venv can be imported there too, behind what it has itself.
+see_packages = $(1)/bin/python -c 'import site, sys; from pathlib import Path; \
+  Path(site.getsitepackages()[0], "agentrl.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+  "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+
 # trackio in front of all else that is installed: it requires an older Pillow than .venv has.
 $(TRACKIO)/.installed: | $(VENV)/.installed
 	$(BIN)/python -m venv $(TRACKIO)
 	$(TRACKIO)/bin/pip install --quiet 'trackio>=0.43'
-	@$(TRACKIO)/bin/python -c 'import site, sys; from pathlib import Path; \
-	Path(site.getsitepackages()[0], "agentrl.pth").write_text(f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
-	"$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')"
+	@$(call see_packages,$(TRACKIO))
+	@touch $@
+
+# Likewise the oldest releases of what pyproject.toml gives a lower bound and the learner depends on most.
+$(OLDEST)/.installed: | $(VENV)/.installed
+	$(BIN)/python -m venv $(OLDEST)
+	@$(OLDEST)/bin/pip install --quiet torch==2.11.0+cpu torchvision==0.26.0+cpu --extra-index-url $(TORCH_CPU_INDEX) 2>/dev/null \
+	|| $(OLDEST)/bin/pip install --quiet torch==2.11.0 torchvision==0.26.0
+	$(OLDEST)/bin/pip install --quiet transformers==5.12.1
+	@$(call see_packages,$(OLDEST))
 	@touch $@
 
 # Harbor in an environment of its own, with the Python that it needs.
@@ -145,6 +159,12 @@ test-harbor: install harbor-tools $(HARBOR)/.installed
 
 test-trackio: install $(TRACKIO)/.installed
 	$(TRACKIO)/bin/python -m pytest -rs tests/with_trackio
+
+OLDEST_TESTS := tests/unit/models tests/unit/learner tests/unit/weight_sync tests/unit/render tests/unit/sft tests/unit/inference \
+	tests/integration/test_expert_ranks.py tests/integration/test_engine_images.py
+
+test-oldest: install $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest -m "not long and not sglang" $(OLDEST_TESTS)
 
 # Libraries whose requirements conflict with agentrl's, each in an environment of its own.
 $(ENVIRONMENTS)/.installed: tests/with_environments/install.py | $(VENV)/.installed
@@ -203,4 +223,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) $(HARBOR) $(ENVIRONMENTS) build site *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(AGENTS) $(TRACKIO) $(HARBOR) $(ENVIRONMENTS) $(OLDEST) build site *.egg-info
