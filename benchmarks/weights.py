@@ -1,4 +1,4 @@
-"""``agentrl bench weights``: time of a weight sync to an engine, by transport and bucket size."""
+"""``agentrl bench weights``: time of a weight sync to engines, by transport and bucket size."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SyncTimes:
 
     @property
     def load_s(self) -> float:
-        """Rest of ``send_s``: transfer and load in the engine."""
+        """Rest of ``send_s``: transfer and load in the engines."""
         return max(self.send_s - self.pack_s - self.request_s, 0.0)
 
 
@@ -171,27 +171,43 @@ class RandomLearner(WeightExporter):
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """Devices of learner and engine."""
+    """Devices of learner and engines."""
 
     gpus: Sequence[str]
-    """GPUs of this machine; the last one is the engine's. Empty: learner and engine are on the CPU."""
+    """GPUs of this machine. Empty: learner and engines are on the CPU."""
+    engines: Sequence[Sequence[str]]
+    """GPUs of each engine: the last ones."""
 
     @classmethod
     def find(cls, sampler: SamplerConfig, transports: Sequence[str]) -> Devices:
         """Return the devices of this machine.
 
         Raises:
-            ConfigError: a transport wants GPUs that are not there.
+            ConfigError: engines or a transport want GPUs that are not there.
         """
-        gpus = visible_gpus() if sampler.device == "cuda" else []
+        gpus, ranks = visible_gpus() if sampler.device == "cuda" else [], sampler.engine_ranks
+        count = sampler.engines * ranks
         if "ipc" in transports and not gpus:
             raise ConfigError("--transports=ipc: it is for engines on a GPU; leave it out")
-        if "distributed" in transports and len(gpus) == 1:
-            raise ConfigError("--transports=distributed: NCCL wants two GPUs, and there is one; leave it out")
-        return cls(gpus)
+        if not gpus:
+            return cls([], [()] * sampler.engines)
+        if count > len(gpus):
+            raise ConfigError(
+                f"sampler.engines={sampler.engines} of {ranks} GPUs each: this machine has {len(gpus)}; set fewer engines"
+            )
+        if "ipc" in transports and count > 1:
+            raise ConfigError(
+                f"--transports=ipc: the learner's one rank has the GPU of one engine, and engines have {count}; leave it out"
+            )
+        if "distributed" in transports and count == len(gpus):
+            raise ConfigError(
+                f"--transports=distributed: NCCL wants a GPU for the learner besides those of the engines, and all {count} are "
+                "theirs; leave it out, or set fewer engines"
+            )
+        return cls(gpus, [gpus[first : first + ranks] for first in range(len(gpus) - count, len(gpus), ranks)])
 
     def learner(self, transport: str) -> torch.device:
-        """Return the learner's device: the engine's GPU, but another one for ``distributed``."""
+        """Return the learner's device: the last engine's GPU, but another one for ``distributed``."""
         if not self.gpus:
             return torch.device("cpu")
         return torch.device("cuda", 0 if transport == "distributed" else len(self.gpus) - 1)
@@ -209,16 +225,16 @@ class Devices:
 
 def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
     """Return the transports that can be measured on this machine, the fastest first."""
-    gpus = len(visible_gpus()) if sampler.device == "cuda" else 0
+    gpus, engine_gpus = len(visible_gpus()) if sampler.device == "cuda" else 0, sampler.engines * sampler.engine_ranks
     if not gpus:
         return ("distributed", "tensor", "disk", "delta")
-    return ("distributed", "ipc", "disk", "delta") if gpus > 1 else ("ipc", "disk", "delta")
+    return (*("distributed",) * (gpus > engine_gpus), *("ipc",) * (engine_gpus == 1), "disk", "delta")
 
 
 async def measure_weights(
     config: Config, bench: WeightsBench, progress: Callable[[str], None]
 ) -> AsyncIterator[SyncTimes]:
-    """Start an engine for each size, the smallest first, and sync weights to it.
+    """Start the engines of each size, the smallest first, and sync weights to them.
 
     The learner is one rank in this process: there is no other rank to gather from, and no Ray.
 
@@ -241,7 +257,7 @@ async def measure_weights(
         source, with_weights = resolve_model(config.model.path), sampler.backend != "sglang"
         for size, shape in shapes.items():
             write_random_model(folder / size, shape, tokenizer=source, weights=with_weights)
-        engines = _Engines(config, folder, devices.gpus[-1:], progress)
+        engines = _Engines(config, folder, devices.engines, progress)
         exits.push_async_callback(engines.aclose)
         engines.start(sizes[0])
         await asyncio.to_thread(parameter_shapes, shapes[sizes[0]])  # imports transformers meanwhile
@@ -252,63 +268,72 @@ async def measure_weights(
             )
         measurement = _Measurement(config, bench, devices, broadcast, folder / "weights", progress)
         for size, next_size in zip(sizes, [*sizes[1:], None], strict=True):
-            async with engines.use(size) as engine:
+            async with engines.use(size) as clients:
                 if next_size is not None and devices.hold(shapes[next_size], shapes[size]):
                     engines.start(next_size)
-                async for times in measurement.run(size, shapes[size], engine, transports):
+                async for times in measurement.run(size, shapes[size], clients, transports):
                     yield times
 
 
 class _Engines:
-    """Engines of models. One may start while another one is used."""
+    """Engines of models. Those of one model may start while those of another one are used."""
 
-    def __init__(self, config: Config, folder: Path, gpus: Sequence[str], progress: Callable[[str], None]) -> None:
-        """Start engines on ``gpus``, with the models that are in ``folder`` by size."""
+    def __init__(
+        self, config: Config, folder: Path, gpus: Sequence[Sequence[str]], progress: Callable[[str], None]
+    ) -> None:
+        """Start an engine on each entry of ``gpus``, with the models that are in ``folder`` by size."""
         self._config = config
         self._folder = folder
         self._gpus = gpus
         self._progress = progress
-        self._starts: dict[str, asyncio.Task[EngineProcess]] = {}
+        self._starts: dict[str, list[asyncio.Task[EngineProcess]]] = {}
 
     def start(self, size: str) -> None:
-        """Start the engine of a model in the background."""
-        self._starts[size] = asyncio.create_task(self._start(size))
+        """Start the engines of a model in the background."""
+        self._starts[size] = [
+            asyncio.create_task(self._start(size, number, gpus)) for number, gpus in enumerate(self._gpus)
+        ]
 
-    async def _start(self, size: str) -> EngineProcess:
-        self._progress(f"{size}: the engine starts")
+    async def _start(self, size: str, number: int, gpus: Sequence[str]) -> EngineProcess:
+        self._progress(f"{size}: engine {number} starts")
         spec = EngineSpec(
             self._config.sampler, self._folder / size, self._folder / "logs" / size, self._config.run.seed
         )
-        process = await launch(partial(spec.start, 0, gpus=self._gpus), f"the engine of {size}")
-        self._progress(f"{size}: the engine is healthy")
+        process = await launch(partial(spec.start, number, gpus=gpus), f"engine {number} of {size}")
+        self._progress(f"{size}: engine {number} is healthy")
         return process
 
     @asynccontextmanager
-    async def use(self, size: str) -> AsyncIterator[SGLangClient]:
-        """Yield a client of the engine of a model, which ends afterwards."""
+    async def use(self, size: str) -> AsyncIterator[list[SGLangClient]]:
+        """Yield clients of the engines of a model, which end afterwards."""
         if size not in self._starts:
             self.start(size)
-        process = await self._starts[size]
-        del self._starts[size]
-        client = SGLangClient(process.url, timeout_s=self._config.sampler.request_timeout_s)
+        processes = await asyncio.gather(*self._starts[size])
+        timeout_s = self._config.sampler.request_timeout_s
+        clients = [SGLangClient(process.url, timeout_s=timeout_s) for process in processes]
         try:
-            yield client
+            yield clients
         finally:
-            await client.aclose()
-            await asyncio.to_thread(process.stop)
+            await asyncio.gather(*(client.aclose() for client in clients))
+            await self._stop(size)
+
+    async def _stop(self, size: str) -> None:
+        starts = self._starts.pop(size)
+        for start in starts:
+            start.cancel()
+        for process in await asyncio.gather(*starts, return_exceptions=True):
+            if not isinstance(process, BaseException):
+                await asyncio.to_thread(process.stop)
 
     async def aclose(self) -> None:
         """Stop the engines that no one has used."""
-        for start in self._starts.values():
-            start.cancel()
-        for process in await asyncio.gather(*self._starts.values(), return_exceptions=True):
-            if not isinstance(process, BaseException):
-                await asyncio.to_thread(process.stop)
+        for size in [*self._starts]:
+            await self._stop(size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Measurement:
-    """The syncs of one engine after the other."""
+    """The syncs of the engines of one model after the other."""
 
     config: Config
     bench: WeightsBench
@@ -320,16 +345,16 @@ class _Measurement:
     progress: Callable[[str], None]
 
     async def run(
-        self, size: str, shape: Shape, engine: SGLangClient, transports: Sequence[str]
+        self, size: str, shape: Shape, engines: Sequence[SGLangClient], transports: Sequence[str]
     ) -> AsyncIterator[SyncTimes]:
-        """Measure all transports and sizes of buckets with the engine of a model."""
+        """Measure all transports and sizes of buckets with the engines of a model."""
         version = 0
         for device, transports_there in groupby(transports, self.devices.learner):
             learner = RandomLearner(shape, device, self.config.run.seed)
             for transport, mib in product(transports_there, self.bench.bucket_mib):
                 limit = TRANSPORTS[transport].bucket_bytes(mib or self.config.weights.bucket_mib)
                 self.progress(f"{size}: {transport}, buckets of {limit >> 20} MiB")
-                pushes = _Pushes(self.config, learner, engine, transport, limit, self.folder)
+                pushes = _Pushes(self.config, learner, engines, transport, limit, self.folder)
                 repeats = 1 if transport == "disk" else self.bench.repeats
                 runs = await pushes.run(version + 1, repeats, self.progress)
                 version = pushes.version
@@ -357,18 +382,18 @@ class _Pushes:
         self,
         config: Config,
         learner: RandomLearner,
-        engine: SGLangClient,
+        engines: Sequence[SGLangClient],
         transport: str,
         bucket_bytes: int,
         folder: Path,
     ) -> None:
         dtype = "bfloat16" if config.weights.dtype == "auto" else config.weights.dtype
         self.bytes = 0
-        """Sent to the engine by the last sync."""
+        """Sent to each engine by the last sync."""
         self.version = 0
         """The last that was sent."""
         self._learner = learner
-        self._engine = engine
+        self._engines = engines
         self._disk = transport == "disk"
         self._sync = make_transport(
             transport,
@@ -404,7 +429,7 @@ class _Pushes:
         learner = cast("LearnerGroup", self._learner)
         self._learner.step()
         begun = time.perf_counter()
-        self.bytes = (await self._sync.sync_weights(learner, [self._engine], version)).bytes
+        self.bytes = (await self._sync.sync_weights(learner, self._engines, version)).bytes
         seconds = time.perf_counter() - begun
         watch = self._learner.watch
         # The engine reads files after the last one is written, with one request.
@@ -412,7 +437,7 @@ class _Pushes:
         requests = 1 if self._disk else watch.buckets
         begun = time.perf_counter()
         for _ in range(_EMPTY_REQUESTS):
-            await self._engine.healthy()
+            await asyncio.gather(*(engine.healthy() for engine in self._engines))
         request_s = (time.perf_counter() - begun) / _EMPTY_REQUESTS
         return seconds, watch.gather_s, sent, watch.pack_s, requests * request_s
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from agentrl.cli.options import add_plain_config_arguments, resolve_plain_config
 from benchmarks.commands.output import open_table, split_names, split_numbers
 
-HELP = "seconds and GB/s of new weights into an engine, by transport and bucket size"
+HELP = "seconds and GB/s of new weights into engines, by transport and bucket size"
 _HEADS = ("model", "transport", "MiB", "GB", "ms", "gather", "pack", "request", "load", "GB/s", "plain", "share")
 
 
@@ -52,9 +52,9 @@ async def _run(arguments: argparse.Namespace, console: Console) -> None:
             sizes = (sync.size, sync.transport, str(sync.bucket_mib), f"{sync.bytes / 1e9:.2f}")
             table.add_row(*sizes, *(f"{1000 * value:.1f}" for value in seconds), f"{sync.rate / 1e9:.2f}", *plain)
     console.print(
-        "MiB: limit of a bucket. ms: the whole update of one engine, the check of its version included. Parts: gather, until "
-        "the buckets were complete, the cast from float32 included; pack, handles (ipc), copies to the CPU (tensor) or files "
-        "(disk); request, as many requests without weights as there are buckets; load, transfer and load in the engine. "
+        "MiB: limit of a bucket. ms: the whole update of all engines (sampler.engines), the check of their versions "
+        "included. Parts: gather, until the buckets were complete, the cast from float32 included; pack, handles (ipc), "
+        "copies to the CPU (tensor) or files (disk); request, as many requests without weights as there are buckets; load, transfer and load in the engine. "
         "GB/s: of pack, request and load. plain: GB/s of the same bytes copied on the same device (ipc) or broadcast to "
         "another process (distributed), in pieces of a bucket's size; share: GB/s over that. Medians; the learner is one rank "
         "in this process. Targets: ipc 200 GB/s at 8b and 60 at 0.6b; distributed 0.7 of plain at 8b and 0.4 at 0.6b"

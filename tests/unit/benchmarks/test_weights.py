@@ -119,7 +119,7 @@ def test_each_figure_is_there_before_the_next_engine_is_needed(
             url = str(server.make_url(""))
 
             def start(spec: EngineSpec, number: int, *, gpus: Sequence[str]) -> StandIn:
-                assert (number, gpus) == (0, [])
+                assert (number, gpus) == (0, ())
                 events.append(f"{spec.model.name} starts")
                 return StandIn(url, spec.model.name, events)
 
@@ -136,6 +136,24 @@ def test_each_figure_is_there_before_the_next_engine_is_needed(
 
 
 def test_the_learner_has_the_gpu_of_the_engine_or_another_one() -> None:
-    devices = Devices(["4", "5"])
+    devices = Devices(["4", "5"], [["5"]])
     assert [str(devices.learner(transport)) for transport in ("distributed", "ipc")] == ["cuda:0", "cuda:1"]
-    assert Devices([]).learner("distributed").type == "cpu"
+    assert Devices([], [()]).learner("distributed").type == "cpu"
+
+
+def test_engines_have_the_last_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.weights.visible_gpus", lambda: ["0", "1", "2", "3"])
+
+    def find(*overrides: str, transport: str = "distributed") -> Sequence[Sequence[str]]:
+        sampler = load_config(None, ["sampler.backend=sglang", *overrides]).sampler
+        return Devices.find(sampler, [transport]).engines
+
+    assert find() == [["3"]]
+    assert find("sampler.engines=3") == [["1"], ["2"], ["3"]]
+    assert find("sampler.sglang.tp_size=2") == [["2", "3"]]
+    with pytest.raises(ConfigError, match=r"sampler\.engines=3 of 2 GPUs each: this machine has 4"):
+        find("sampler.engines=3", "sampler.sglang.tp_size=2")
+    with pytest.raises(ConfigError, match=r"--transports=distributed: .* all 4 are theirs"):
+        find("sampler.engines=4")
+    with pytest.raises(ConfigError, match=r"--transports=ipc: .* and engines have 2"):
+        find("sampler.engines=2", transport="ipc")
