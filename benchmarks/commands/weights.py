@@ -54,7 +54,8 @@ async def _run(arguments: argparse.Namespace, console: Console) -> None:
     console.print(
         "MiB: limit of a bucket. ms: the whole update of all engines (sampler.engines), the check of their versions "
         "included. Parts: gather, until the buckets were complete, the cast from float32 included; pack, handles (ipc), "
-        "copies to the CPU (tensor) or files (disk); request, as many requests without weights as there are buckets; load, transfer and load in the engine. "
+        "copies to the CPU (tensor) or files (disk); request, as many requests without weights as there are buckets; load, "
+        "transfer and load in the engine. "
         "GB/s: of pack, request and load. plain: GB/s of the same bytes copied on the same device (ipc) or broadcast to "
         "another process (distributed), in pieces of a bucket's size; share: GB/s over that. Medians; the learner is one rank "
         "in this process. Targets: ipc 200 GB/s at 8b and 60 at 0.6b; distributed 0.7 of plain at 8b and 0.4 at 0.6b"
