@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -74,7 +75,14 @@ def count_weights(folder: Path) -> int:
     Raises:
         ModelError: a file is damaged, or the model's configuration cannot be loaded.
     """
-    return count_parameters(folder) or sum(parameter.numel() for parameter in empty_model(folder, "eager").parameters())
+    file = folder / "config.json"
+    return count_parameters(folder) or _count_weights(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=16)
+def _count_weights(folder: Path, changed_at: int) -> int:
+    """Return the number of weights of an architecture, which a run needs for its optimizer and for the line about it."""
+    return sum(parameter.numel() for parameter in empty_model(folder, "eager").parameters())
 
 
 def with_rates(config: Config, policy: Path, critic: Path | None, use: Use = "policy") -> Config:

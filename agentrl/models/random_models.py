@@ -11,6 +11,7 @@ from typing import Any
 from agentrl.core.atomic_files import give_default_mode
 from agentrl.core.errors import ConfigError
 from agentrl.models.hub_tensors import hub_tensors
+from agentrl.models.load import parameters_on_meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ def parameter_shapes(shape: Shape) -> dict[str, tuple[int, ...]]:
     from transformers import AutoModelForCausalLM
 
     from_config: Any = AutoModelForCausalLM.from_config
-    with torch.device("meta"):
+    with torch.device("meta"), parameters_on_meta():
         model = from_config(model_config(shape))
     shapes = {name: tuple(data.shape) for name, data in model.named_parameters()}
     return {tensor.name: tensor.shape for tensor in hub_tensors(model, shapes)}

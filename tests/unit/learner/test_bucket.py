@@ -67,7 +67,15 @@ def test_weights_follow_each_other_without_padding_and_are_aligned(specs: list[T
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
 
 
-@pytest.mark.parametrize("model", shipped_architectures())
+SAME_NAMES = {"deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.1", "moonshotai/Kimi-K2-Instruct"}
+SAME_NAMES |= {"zai-org/GLM-4.6", "zai-org/GLM-4.7"}
+"""Large models whose weights have the names of DeepSeek V3's or of GLM-4.5's: in `make test-long` only."""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=[pytest.mark.long] if name in SAME_NAMES else []) for name in shipped_architectures()],
+)
 def test_an_engine_that_joins_weights_gets_all_of_them_from_buckets_of_every_size(model: str) -> None:
     family, hf = read_family(shipped_architectures()[model], "model.path")
     weights = model_weights(hf)

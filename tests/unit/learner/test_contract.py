@@ -32,8 +32,15 @@ class ReadyLearner(InProcessLearner):
         self.ready()
 
 
-@pytest.mark.parametrize("learner", [LocalLearnerGroup, ReadyLearner])
-@pytest.mark.parametrize("has_reference", [False, True])
+@pytest.mark.parametrize(
+    ("has_reference", "learner"),
+    [
+        (True, LocalLearnerGroup),
+        (False, ReadyLearner),
+        pytest.param(False, LocalLearnerGroup, marks=pytest.mark.long),
+        pytest.param(True, ReadyLearner, marks=pytest.mark.long),
+    ],
+)
 def test_the_contract(model: Path, tmp_path: Path, learner: type[LocalLearnerGroup], has_reference: bool) -> None:
     reference = model if has_reference else None
     check_learner(

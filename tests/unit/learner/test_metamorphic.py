@@ -14,9 +14,10 @@ it, here ``x`` after the first ``a``::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +194,18 @@ def opened(learners: Learners, folders: tuple[Path, Path], config: Config, dtype
     return learner
 
 
-@pytest.mark.parametrize("algo", list(_cases()), ids=_id)
+def _long(cases: Iterable[dict[str, object]], repeated: Collection[str]) -> list[Any]:
+    """Return the cases, of which those that repeat what others show are for `make test-long` only."""
+    return [pytest.param(case, marks=[pytest.mark.long] if _id(case) in repeated else []) for case in cases]
+
+
+REPEATED = {"loss=ppo_clip", *(f"advantage={name}" for name in ("grpo", "rloo", "maxrl", "reward"))}
+"""The default loss and estimator by their names, and other estimators that give each rollout of a group one number."""
+SAME_WEIGHTS = {"", "old_logprobs=learner", "loss=ppo_clip", "loss=gspo_token", "loss=dppo"}
+"""Cases whose weights of tokens are those of a case with another loss."""
+
+
+@pytest.mark.parametrize("algo", _long(_cases(), REPEATED), ids=_id)
 def test_the_gradient_stays(algo, learners, folders):
     assert_the_gradient_stays(algo, "token_mean", torch.float64, learners, folders)
 
@@ -201,14 +213,14 @@ def test_the_gradient_stays(algo, learners, folders):
 @pytest.mark.parametrize(
     "algo",
     # Weights of tokens do not depend on the estimator: with each of them in `make test-long` only.
-    [pytest.param(algo, marks=[pytest.mark.long] if "advantage" in algo else []) for algo in _cases()],
+    _long(_cases(), SAME_WEIGHTS | {_id(algo) for algo in _cases() if "advantage" in algo}),
     ids=_id,
 )
 def test_the_gradient_stays_where_each_rollout_counts_the_same(algo, learners, folders):
     assert_the_gradient_stays(algo, "rollout_mean", torch.float64, learners, folders)
 
 
-@pytest.mark.parametrize("algo", CHANGES, ids=_id)
+@pytest.mark.parametrize("algo", _long(CHANGES, ("entropy_coef=0.5", "old_logprobs=learner")), ids=_id)
 def test_the_gradient_stays_in_the_precision_of_training(algo, learners, folders):
     """To more digits it stays in float64, which is why that has the other cases."""
     assert_the_gradient_stays(algo, "token_mean", torch.float32, learners, folders)

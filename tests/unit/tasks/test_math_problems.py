@@ -212,6 +212,7 @@ def test_faults_fail_as_they_say(fault: str) -> None:
     assert (last == task.answer) == (fault == "unboxed")
 
 
+@pytest.mark.long
 def test_the_recipe_makes_the_shipped_tokenizer(tmp_path: Path) -> None:
     made = save_tokenizer(tmp_path, texts())
     assert (tmp_path / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()

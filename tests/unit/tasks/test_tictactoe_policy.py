@@ -32,6 +32,7 @@ def test_it_is_small(folder: Path) -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 2_000_000
 
 
+@pytest.mark.long
 def test_the_recipe_makes_its_tokenizer_and_architecture(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
