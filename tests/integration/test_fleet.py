@@ -43,13 +43,7 @@ SETTINGS = [
     "sampler.request_timeout_s=60",
 ]
 
-ROUTERS = [
-    "builtin",
-    pytest.param(
-        "sglang",
-        marks=pytest.mark.skipif(find_spec("sglang_router") is None, reason="sglang-router is not installed"),
-    ),
-]
+NEEDS_ROUTER = pytest.mark.skipif(find_spec("sglang_router") is None, reason="sglang-router is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +97,7 @@ def tokens(generations: dict[str, Generation]) -> dict[str, tuple[int, ...]]:
     return {name: generation.token_ids for name, generation in generations.items()}
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ["builtin", pytest.param("sglang", marks=[NEEDS_ROUTER, pytest.mark.long])])
 def test_killed_and_stopped_in_mid_rollout(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """The same tokens come as without the faults; who comes back samples with the weights that were sent meanwhile."""
     first, second = models
@@ -261,7 +255,7 @@ def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Pa
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", ["builtin", pytest.param("sglang", marks=NEEDS_ROUTER)])
 def test_attached_engines_and_the_end_of_the_last_one(tmp_path: Path, models: tuple[Path, Path], router: str) -> None:
     """Engines that run already are taken out when they stop answering, and back in once they do, with new weights."""
     first, second = models

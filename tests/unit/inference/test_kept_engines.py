@@ -100,7 +100,7 @@ def test_an_engine_with_other_options_tokens_or_gpus_is_not_taken(spec: EngineSp
         wait_for_exit(pid(engine))
 
 
-def test_an_engine_and_its_keeper_are_no_processes_of_a_runs_ray(
+def test_one_run_at_a_time_has_an_engine_that_is_no_process_of_its_ray(
     spec: EngineSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What ends a run's Ray finds its processes by this variable, which an engine's host has."""
@@ -111,13 +111,6 @@ def test_an_engine_and_its_keeper_are_no_processes_of_a_runs_ray(
     try:
         assert keeper is not None
         assert "RAY_RAYLET_PID" not in process.environ() | keeper.environ()
-    finally:
-        engine.stop()
-
-
-def test_one_run_at_a_time_has_an_engine(spec: EngineSpec) -> None:
-    engine = spec.start(0)
-    try:
         assert take_engine(spec._key(0, "127.0.0.1", ()), 1.0) is None
     finally:
         engine.stop()
