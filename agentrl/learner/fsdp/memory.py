@@ -7,7 +7,7 @@ the gradients of earlier micro-batches. In the backward pass gradients appear wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,18 +44,23 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     """Yield the memory at the head, at each layer of the backward pass, at the embeddings, the last of it, and in the update."""
     size, several, tokens = options.size, options.ranks > 1, options.tokens
     layers, blocks = decoder_layers(hf), vision_blocks(hf)
-    units = [_count(layer) for layer in layers]
-    block_units = [_count(block) for block in blocks]
-    outer = _count(hf) - sum(units) - sum(block_units)
+    # To go through the modules of a model takes longer than what is computed of their parameters.
+    parameters = {module: tuple(module.parameters()) for module in (hf, *layers, *blocks)}
+    units = [_count(parameters[layer]) for layer in layers]
+    block_units = [_count(parameters[block]) for block in blocks]
+    outer = _count(parameters[hf]) - sum(units) - sum(block_units)
     exchanges = [config.expert_parallel > 1 and bool(expert_modules(layer)) for layer in layers]
-    units = [_whole_count(layer, config.expert_parallel) for layer in layers]
+    units = [
+        unit if config.expert_parallel == 1 else _whole_count(layer, config.expert_parallel)
+        for layer, unit in zip(layers, units, strict=True)
+    ]
     # Layers with divided experts are not compiled.
     layer_options = [replace(options, compiled=options.compiled and not has_exchange) for has_exchange in exchanges]
     shards, adapters = (
-        _shards(hf, options.shards, trained=False),
+        _shards(parameters[hf], options.shards, trained=False),
         sum(_adapters(layer, config, options) for layer in layers),
     )
-    trained = _shards(hf, options.shards, trained=True) + adapters
+    trained = _shards(parameters[hf], options.shards, trained=True) + adapters
     states = _optimizer(hf, config, options.shards) + 2 * adapters
     state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
     state |= {"reference": shards if options.reference else 0}
@@ -69,7 +74,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     # gradient of a unit: there are a whole one, and its float32 copy.
     head = _output(hf)
     tied = hf.get_input_embeddings().weight is head.weight
-    embedding_gradient = FLOAT32 * _trained_count(hf.get_input_embeddings()) if not several else 0
+    embedding_gradient = FLOAT32 * _trained_count(hf.get_input_embeddings().parameters()) if not several else 0
     reduced = (size + FLOAT32) if several else 0
     # Sums in bfloat16 take the gradient of each weight at once.
     rounded = config.optimizer.state == "8bit" and not several
@@ -96,20 +101,20 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         logits=_head(hf, config, options),
     )
     below = tower + sum(layer_activations)
-    grown = embedding_gradient if tied else _shards(head, options.shards, trained=True)
+    grown = embedding_gradient if tied else _shards(head.parameters(), options.shards, trained=True)
     of_layers = list(zip(layers, units, copied, layer_activations, widths, layer_options, strict=True))
     for layer, unit, layer_copies, layer_bytes, width, layer_option in reversed(of_layers):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         if rounded:
-            current_gradients += FLOAT32 * (_trained_count(layer) - layer_copies) + size * layer_copies
+            current_gradients += FLOAT32 * (_trained_count(parameters[layer]) - layer_copies) + size * layer_copies
         casts = size * (unit - layer_copies) if options.bfloat16 and not several and options.compiled else 0
         again = tokens * _backward_bytes(width, layer_option)
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
         if not rounded:
-            grown += _shards(layer, options.shards, trained=True) + _adapters(layer, config, options)
+            grown += _shards(parameters[layer], options.shards, trained=True) + _adapters(layer, config, options)
     if blocks:
-        of_blocks = gradients + sum(_shards(block, options.shards, trained=True) for block in blocks)
+        of_blocks = gradients + sum(_shards(parameters[block], options.shards, trained=True) for block in blocks)
         yield LearnerMemory(
             **state,
             gradients=max(of_blocks, grown) + reduced * max(block_units),
@@ -128,7 +133,7 @@ def _tower_bytes(hf: PreTrainedModel, options: MemoryOptions) -> tuple[int, int]
 
     A frozen tower keeps none. What it computes is computed before layers of the text model, and is less than these.
     """
-    blocks = [block for block in vision_blocks(hf) if _trained_count(block)]
+    blocks = [block for block in vision_blocks(hf) if _trained_count(block.parameters())]
     if not blocks:
         return 0, 0
     vision: Any = hf.config.vision_config
@@ -147,7 +152,7 @@ def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
     if config.optimizer.state == "8bit":
         shards = [p.new_empty((math.ceil(len(p) / ranks), *p.shape[1:])) for p in hf.parameters() if p.requires_grad]
         return sum(moment_bytes(shard.shape) for shard in shards)
-    moments = 2 * _shards(hf, ranks, trained=True)
+    moments = 2 * _shards(hf.parameters(), ranks, trained=True)
     if config.optimizer.name == "muon":
         matrices = [p for layer in decoder_layers(hf) for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
         moments -= FLOAT32 * sum(_shard(matrix, ranks) for matrix in matrices)
@@ -185,29 +190,32 @@ def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
     head = _output(hf)
     chunk = min(config.logits_chunk, options.tokens)
     array: int = chunk * head.weight.shape[0]
-    of_weight, copy = FLOAT32 * _trained_count(head), options.size * head.weight.numel() if options.bfloat16 else 0
+    of_weight, copy = (
+        FLOAT32 * _trained_count(head.parameters()),
+        options.size * head.weight.numel() if options.bfloat16 else 0,
+    )
     several = of_weight if options.tokens > chunk else 0
     derived = FLOAT32 * array * (_LOGITS if options.compiled else _LOGITS_EAGER) + several
     return max(derived, options.size * array + several + max(of_weight, copy))
 
 
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _whole_count(layer: nn.Module, expert_parallel: int) -> int:
     """Return the numbers of a layer that a rank gathers: of experts those that it computes."""
-    experts = sum(_count(module) for module in expert_modules(layer))
-    return _count(layer) - experts + experts // expert_parallel
+    experts = sum(_count(module.parameters()) for module in expert_modules(layer))
+    return _count(layer.parameters()) - experts + experts // expert_parallel
 
 
-def _trained_count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+def _trained_count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def _shards(module: nn.Module, ranks: int, *, trained: bool) -> int:
+def _shards(parameters: Iterable[nn.Parameter], ranks: int, *, trained: bool) -> int:
     """Return the bytes of the first rank's shards of all weights in float32, or of those that are trained."""
-    return FLOAT32 * sum(_shard(p, ranks) for p in module.parameters() if p.requires_grad or not trained)
+    return FLOAT32 * sum(_shard(p, ranks) for p in parameters if p.requires_grad or not trained)
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
