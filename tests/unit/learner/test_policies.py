@@ -52,7 +52,11 @@ def step(learner, policy, seed):
     return gradients, {key: metrics[key] for key in ("train/loss", "train/grad_norm", "train/lr")}
 
 
-@pytest.mark.parametrize("options", [{}, {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}])
+# The first is contained in the others.
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}],
+)
 def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, options):
     seeds = {"first": [1, 2, 3], "second": [4, 5]}
     expected = {policy: alone(learners, policy_seeds, **options) for policy, policy_seeds in seeds.items()}

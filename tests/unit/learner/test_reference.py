@@ -38,7 +38,7 @@ def without_advantages(batch: GlobalBatch) -> GlobalBatch:
     return batch
 
 
-@pytest.mark.parametrize("kind", ["k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("k2", "k3")), "low_var_kl"])
 def test_the_kl_term_alone_pulls_the_policy_back_to_the_reference(learners, other, kind):
     learner = learners.open(reference=other, algo=make_algo(kl_coef=10.0, kl_kind=kind), lr=3e-3, max_grad_norm=1.0)
     batch = without_advantages(make_batch(LENGTHS))
