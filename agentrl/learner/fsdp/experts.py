@@ -47,7 +47,7 @@ def use_grouped_products(hf: PreTrainedModel) -> None:
 
 def expert_modules(hf: nn.Module) -> list[nn.Module]:
     """Return the modules of a model that have all experts of a layer, each weight of them fused."""
-    return [module for module in hf.modules() if hasattr(module, "_is_expert_parallel")]  # transformers sets it
+    return [module for module in hf.modules() if hasattr(module, "is_transposed")]  # transformers sets it
 
 
 def divide_experts(hf: PreTrainedModel, mesh: DeviceMesh) -> None:
