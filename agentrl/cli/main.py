@@ -7,7 +7,6 @@ import asyncio
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import cache
 
 from rich.console import Console
 
@@ -51,7 +50,6 @@ AT_WORK = {"train", "tune", "sft", "rollout", "eval", "gateway", "tools", "bench
 DONE, FAILED, USER_MISTAKE = 0, 1, 2
 
 
-@cache
 def build_parser(command: str | None) -> argparse.ArgumentParser:
     """Return the parser; only ``command``'s own module is imported, so that ``--help`` is quick."""
     parser = argparse.ArgumentParser(prog="agentrl", description="Multi-turn agentic RL for language models.")
