@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from agentrl.adapters.base import Json, SeededTasks, text_after_reasoning
 from agentrl.adapters.textarena.players import RandomPlayer
 from agentrl.adapters.textarena.random_state import GlobalRandom
-from agentrl.adapters.textarena.word_lists import note_words, use_word_lists
+from agentrl.adapters.textarena.word_lists import note_words, read_words_once, use_word_lists
 from agentrl.core.errors import ConfigError, unknown_name
 from agentrl.core.extras import require
 from agentrl.core.multi_agent_env import MultiAgentEnv, MultiReset, MultiStep, PlayerFactory, View
@@ -93,6 +93,7 @@ class TextArenaEnv(MultiAgentEnv):
         self._random = GlobalRandom(game_seed)
         with self._random.lent():
             try:
+                read_words_once(self.game)
                 self._env = textarena.make(self.game, **self.game_options)
             except TypeError as error:
                 if not self.game_options:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -40,6 +41,16 @@ def use_word_lists(source: str) -> None:
             _use_bundled()
 
 
+def read_words_once(game: str) -> None:
+    """Import the module of a game, if it is known, and let dictionaries read each file once, also that of the first game."""
+    from textarena.envs.registration import ENV_REGISTRY
+
+    entry_point = getattr(ENV_REGISTRY.get(game), "entry_point", None)
+    if isinstance(entry_point, str):
+        import_module(entry_point.partition(":")[0])
+    _cache_dictionaries()
+
+
 def note_words(game: object, source: str) -> None:
     """Note that a game of this process was made with a source, if it is a game of words.
 
@@ -49,7 +60,6 @@ def note_words(game: object, source: str) -> None:
     global _source
     if not _WORDS & vars(sys.modules[type(game).__module__]).keys():
         return
-    _cache_dictionaries()
     with _LOCK:
         if _source is not None and _source != source:
             raise ConfigError(
