@@ -52,3 +52,11 @@ class Routing:
         typed = experts.astype(self.dtype)
         typed[(experts < 0).any((1, 2))] = unknown_expert(self.dtype)
         return typed
+
+
+def chooses_outside_router(mixture: object) -> bool:
+    """Return whether a layer chooses its experts itself, from the router's logits: GLM-4.5 and DeepSeek in transformers 5.12.
+
+    Such experts are neither recorded nor replayed.
+    """
+    return hasattr(mixture, "route_tokens_to_experts")

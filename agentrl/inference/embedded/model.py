@@ -28,7 +28,7 @@ from agentrl.models.image_positions import read_image_positions
 from agentrl.models.image_processor import has_image_processor, load_image_processor
 from agentrl.models.load import load_model, read_end_ids
 from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
-from agentrl.models.routing import REPLAYED
+from agentrl.models.routing import REPLAYED, chooses_outside_router
 
 # Largest difference of log-probabilities from transformers' own attention in the check after loading.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -348,14 +348,16 @@ def _record_experts(model: PreTrainedModel, cache: SlotCache) -> int:
         return 0
     decoder: Any = model.base_model
     blocks = [*decoder.layers]
-    routers = [(number, block.mlp.gate) for number, block in enumerate(blocks) if hasattr(block.mlp, "experts")]
+    mixtures = [(number, block.mlp) for number, block in enumerate(blocks) if hasattr(block.mlp, "experts")]
+    if any(chooses_outside_router(mixture) for _, mixture in mixtures):
+        return 0
 
     def record(number: int, router: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
         if cache.computes:
             cache.record_experts(number, output[2])
 
-    for number, router in routers:
-        router.register_forward_hook(partial(record, number))
+    for number, mixture in mixtures:
+        mixture.gate.register_forward_hook(partial(record, number))
     return len(blocks)
 
 

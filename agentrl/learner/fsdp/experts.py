@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from agentrl.config.learner import EXPERT_PARALLEL
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.learner.layers import decoder_layers
 from agentrl.learner.routing_replay import replay_experts
-from agentrl.models.routing import REPLAYED
+from agentrl.models.routing import KEY, REPLAYED, chooses_outside_router
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -245,7 +246,16 @@ def _forward_layer(
 
 
 def _mixture(mixture: Any, hidden: torch.Tensor, experts_T_K: torch.Tensor) -> torch.Tensor:
-    """Compute a mixture of experts with given experts."""
+    """Compute a mixture of experts with given experts.
+
+    Raises:
+        LearnerError: this release of transformers does not choose experts in the router.
+    """
+    if chooses_outside_router(mixture):
+        raise LearnerError(
+            f"{KEY}=true: routers of {type(mixture).__name__} in this release of transformers ({version('transformers')}) do not "
+            f"choose the experts; install a newer one, or set {KEY}=false"
+        )
     flat = hidden.flatten(0, -2)
     index, weights = _route(mixture.gate, flat, experts_T_K)
     result: torch.Tensor = mixture.experts(flat, index, weights).view_as(hidden)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -81,6 +82,10 @@ def model(root: Path, kind: str, sizes: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("kind", MIXING)
 def test_packed_rows_count_as_if_each_was_alone(tmp_path: Path, kind: str) -> None:
+    if kind == "falcon_h1" and transformers.__version__.startswith("5.12."):
+        pytest.skip(
+            "transformers 5.12 gives Falcon-H1's attention no keyword arguments, so that the learner refuses it"
+        )
     policy = load_policy(
         model(tmp_path, kind, MIXING[kind]), LearnerConfig(precision="float32"), torch.device("cpu"), None
     )
