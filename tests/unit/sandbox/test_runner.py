@@ -74,7 +74,7 @@ def test_limits_of_time_and_output(bubblewrap: Bubblewrap) -> None:
     outcome = bubblewrap.code("raise ValueError('x' * 10**6)")
     assert (outcome.status, len(outcome.stderr)) == (ToolStatus.OUTPUT_CUT, 64 * 1024)
     ignore = "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\n"
-    outcome = bubblewrap.code(ignore + "while True: pass", cpu_s=1)
+    outcome = bubblewrap.code(ignore + "while True: pass", cpu_s=1, wall_s=120)  # a second of a busy core
     assert (outcome.status, outcome.detail) == (ToolStatus.TIMEOUT, "used up its CPU time")
 
 
