@@ -225,10 +225,12 @@ class Devices:
 
 def transports_here(sampler: SamplerConfig) -> tuple[str, ...]:
     """Return the transports that can be measured on this machine, the fastest first."""
-    gpus, engine_gpus = len(visible_gpus()) if sampler.device == "cuda" else 0, sampler.engines * sampler.engine_ranks
+    gpus = len(visible_gpus()) if sampler.device == "cuda" else 0
     if not gpus:
         return ("distributed", "tensor", "disk", "delta")
-    return (*("distributed",) * (gpus > engine_gpus), *("ipc",) * (engine_gpus == 1), "disk", "delta")
+    engine_gpus = sampler.engines * sampler.engine_ranks
+    on_gpus = {"distributed": gpus > engine_gpus, "ipc": engine_gpus == 1}
+    return (*(name for name, is_here in on_gpus.items() if is_here), "disk", "delta")
 
 
 async def measure_weights(

@@ -16,8 +16,8 @@ def compute_image_features(model: PreTrainedModel, inputs: Mapping[str, torch.Te
         model: with a vision tower, without its head.
         inputs: what an image processor returns: pixels, and grids in families that have them.
     """
-    whole: Any = model
-    output = whole.get_image_features(**inputs, return_dict=True)
+    vision_model: Any = model
+    output = vision_model.get_image_features(**inputs, return_dict=True)
     return [_join(parts) for parts in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))]
 
 

@@ -17,7 +17,9 @@ _HEADS = ("model", "transport", "MiB", "GB", "ms", "gather", "pack", "request", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 4b, 8b; comma-separated")
+    parser.add_argument(
+        "--sizes", default="0.6b,8b", help="of the random models: tiny, 0.6b, 4b, 8b, 14b; comma-separated"
+    )
     parser.add_argument(
         "--transports", default="", help="ipc, distributed, disk, tensor, delta; what can be here unless set"
     )

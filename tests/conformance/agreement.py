@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from agentrl.batch.microbatch import GlobalBatch
-from agentrl.core.images import Image
+from agentrl.core.images import Image, ImageSpan
 from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey, SamplingParams
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup
@@ -57,23 +58,41 @@ async def sample_rows(
         name = f"{version}/{number}"
         reply = await client.generate(Prompt(tuple(ids)), params, session_id=name, request_id=name)
         assert reply.versions == ((0, version),)
-        sampled = np.arange(len(ids) + len(reply.token_ids)) >= len(ids)
-        logprobs = np.zeros(len(sampled), np.float32)
-        logprobs[sampled] = reply.logprobs
-        return Row(
-            key=RowKey(f"p{number // 2}", name),
-            token_ids=np.array([*ids, *reply.token_ids], np.int32),
-            provenance=np.where(sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
-            mask=sampled.astype(np.uint8),
-            mask_reason=np.where(sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-            logprobs=logprobs,
-            versions=np.where(sampled, version, -1).astype(np.int32),
-            requests=np.where(sampled, 0, -1).astype(np.int32),
-            request_ids=(name,),
-            temperature=temperature,
+        is_sampled = np.arange(len(ids) + len(reply.token_ids)) >= len(ids)
+        logprobs = np.zeros(len(is_sampled), np.float32)
+        logprobs[is_sampled] = reply.logprobs
+        key = RowKey(f"p{number // 2}", name)
+        return sampled_row(
+            key, [*ids, *reply.token_ids], is_sampled, logprobs, version=version, temperature=temperature
         )
 
     return list(await asyncio.gather(*(play(number, ids) for number, ids in enumerate(prompts))))
+
+
+def sampled_row(
+    key: RowKey,
+    token_ids: Sequence[int],
+    is_sampled: NDArray[np.bool_],
+    logprobs: NDArray[np.float32],
+    *,
+    version: int = 0,
+    temperature: float = 1.0,
+    images: Sequence[ImageSpan] = (),
+) -> Row:
+    """Return tokens ``[T]`` as a row that is trained on what was sampled, by one request; ``logprobs`` are 0 elsewhere."""
+    return Row(
+        key=key,
+        token_ids=np.array(token_ids, np.int32),
+        provenance=np.where(is_sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=is_sampled.astype(np.uint8),
+        mask_reason=np.where(is_sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=logprobs,
+        versions=np.where(is_sampled, version, -1).astype(np.int32),
+        requests=np.where(is_sampled, 0, -1).astype(np.int32),
+        request_ids=(key.rollout_id,),
+        temperature=temperature,
+        images=tuple(images),
+    )
 
 
 def batch_of(rows: Sequence[Row], images: Mapping[str, Image] | None = None) -> GlobalBatch:

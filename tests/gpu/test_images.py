@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conformance.agreement import agreement, in_float32
+from conformance.agreement import agreement, in_float32, sampled_row
 
 from agentrl.config.learner import LearnerConfig
-from agentrl.core.types import MaskReason, Prompt, Provenance, Row, RowKey
+from agentrl.core.types import RowKey
 from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -45,32 +45,17 @@ def test_five_pictures_over_four_turns(servers: dict[str, Server], family: str, 
     server = servers[family]
     prompt, sampled = play_five_pictures(server, PATCHES[family])
     assert len(prompt.images) == 5
+    is_sampled, logprobs = np.zeros(len(prompt.token_ids), bool), np.zeros(len(prompt.token_ids), np.float32)
+    for position, logprob in sampled:
+        is_sampled[position], logprobs[position] = True, logprob
+    spans = [placed.span for placed in prompt.images]
+    row = sampled_row(RowKey("p0", "images"), prompt.token_ids, is_sampled, logprobs, images=spans)
     learner = LocalLearnerGroup(server.folder, LearnerConfig(device="cuda"), make_algo(), seed=0)
     images = {placed.image.digest: placed.image for placed in prompt.images}
     try:
         with in_float32(learner):
-            actual = agreement(learner, [sampled_row(prompt, sampled)], images)
+            actual = agreement(learner, [row], images)
     finally:
         learner.close()
     figures.append(f"{family}, five pictures: {actual}")
     assert actual.k3 < MOST_KL
-
-
-def sampled_row(prompt: Prompt, sampled: list[tuple[int, float]]) -> Row:
-    """Return a conversation as a row that is trained on what was sampled."""
-    count = len(prompt.token_ids)
-    is_sampled, logprobs = np.zeros(count, bool), np.zeros(count, np.float32)
-    for position, logprob in sampled:
-        is_sampled[position], logprobs[position] = True, logprob
-    return Row(
-        key=RowKey("p0", "images"),
-        token_ids=np.array(prompt.token_ids, np.int32),
-        provenance=np.where(is_sampled, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
-        mask=is_sampled.astype(np.uint8),
-        mask_reason=np.where(is_sampled, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
-        logprobs=logprobs,
-        versions=np.where(is_sampled, 0, -1).astype(np.int32),
-        requests=np.where(is_sampled, 0, -1).astype(np.int32),
-        request_ids=("images",),
-        images=tuple(placed.span for placed in prompt.images),
-    )
