@@ -15,6 +15,7 @@ import fcntl
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import select
@@ -373,6 +374,7 @@ def _become(request: Request) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     random.seed()  # forks would draw the same numbers, from which Ray takes its ports
+    logging.getLogger().handlers.clear()  # those of pytest, with which `logging.basicConfig` would add none
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.env)
