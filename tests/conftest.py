@@ -53,8 +53,6 @@ LONGEST = (
     "integration/test_train.py",
     "attacks/test_attacks.py",
     "integration/test_resume.py",
-    "integration/test_tune.py",
-    "integration/test_eval_url.py",
     "integration/test_ray_start.py",
     "integration/test_examples.py",
     "unit/learner/megatron/test_layouts.py",

@@ -177,6 +177,7 @@ post("coder", "/session/reward", {"reward": len(code["content"]) % 5 / 5})
 STEPS = 3
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_of_two_agents_that_is_killed_trains_each_of_them_once(
     services: Services, tmp_path: Path
 ) -> None:

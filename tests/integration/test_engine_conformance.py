@@ -54,5 +54,6 @@ class TestSyncs(Syncs):
     pass
 
 
+@pytest.mark.long  # in `make test` SGLang passes these
 class TestThroughRouter(ThroughRouter):
     pass

@@ -46,6 +46,7 @@ def served(services: Services) -> Iterator[tuple[str, str, str]]:
         yield engine, url, key
 
 
+@pytest.mark.long
 def test_the_shipped_policy_scores_the_same_by_its_address_as_directly(
     served: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,9 @@ LOGS = {
 }
 """The figures that an example's own code gives, by its folder."""
 
+LIKE_OTHERS = ("01_own_reward", "03_own_tool", "04_own_generate", "08_own_chats")
+"""Those whose parts are trained elsewhere in `make test`; `make test-long` runs them."""
+
 SEARCHES = ("04_own_generate", "06_own_algorithm")
 """Those that search the documents of the shipped taskset; all others run without a search server or start their own."""
 
@@ -83,7 +86,9 @@ def test_its_environment_keeps_the_contract(reference: str) -> None:
     check_env(env_class(str(EXAMPLES / reference)))
 
 
-@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in LOGS]
+)
 def test_it_runs(name: str, tmp_path: Path, services: Services) -> None:
     cwd = tmp_path / name
     shutil.copytree(EXAMPLES / name, cwd, ignore=shutil.ignore_patterns("runs", "__pycache__"))

@@ -215,6 +215,7 @@ class Sleeper:
         self.awake = True
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_in_the_learners_turn_waits_for_its_own(tmp_path: Path, models: tuple[Path, Path]) -> None:
     """Starting it takes the memory that the learner works with."""
     first, second = models

@@ -158,7 +158,7 @@ def test_all_of_them_are_here() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
-@pytest.mark.parametrize("backend", ["bubblewrap", "docker"])
+@pytest.mark.parametrize("backend", ["bubblewrap", pytest.param("docker", marks=pytest.mark.long)])
 def test_self_check(name: str, backend: str, request: pytest.FixtureRequest) -> None:
     results: Results = request.getfixturevalue(f"{backend}_results")
     error = results[name]

@@ -388,6 +388,7 @@ def test_a_program_that_leaves_nothing_keeps_its_sandbox() -> None:
     assert asyncio.run(run()) == (["accepted"] * 6, 1)
 
 
+@pytest.mark.long
 def test_the_same_by_docker(dockerd: DockerHost) -> None:
     """Docker's sandboxes lose shared memory by themselves, once nobody is attached to it; its id stays taken."""
     config = SandboxConfig(backend="docker", docker_url=dockerd.url, image=dockerd.image)

@@ -300,6 +300,7 @@ def test_auto_takes_runners_by_the_cores_of_all_machines(cluster: Cluster, monke
         placement.close()
 
 
+@pytest.mark.long
 def test_runners_are_on_all_machines_and_begin_again_when_an_actor_or_a_machine_is_lost(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ GONE_S = 5
 """Much less than the 20 seconds and more in which Ray's agents notice that their raylet has ended."""
 
 
-@pytest.mark.parametrize("moment", ["raylet", "driver"])
+@pytest.mark.parametrize("moment", [pytest.param("raylet", marks=pytest.mark.long), "driver"])
 def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     """Before the raylet starts; and before the driver connects, which then waits without letting another thread run."""
     killed = tmp_path / "killed"
@@ -35,7 +35,7 @@ def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     wait_until(lambda: not of_session(process.pid), GONE_S)
 
 
-@pytest.mark.parametrize("moment", ["starting", "worker"])
+@pytest.mark.parametrize("moment", [pytest.param("starting", marks=pytest.mark.long), "worker"])
 def test_nothing_of_ray_outlives_the_process_that_started_it(tmp_path: Path, moment: str) -> None:
     """It is killed while Ray starts, or once Ray has a worker."""
     ready = tmp_path / "ready"

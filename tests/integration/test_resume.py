@@ -85,6 +85,7 @@ def unkilled(recorded: Path) -> Outcome:
     return outcome(recorded)
 
 
+@pytest.mark.long
 def test_a_fork_without_changes_goes_on_as_the_run_did(recorded: Path, services: Services, tmp_path: Path) -> None:
     services.engine()
     run = Running(

@@ -85,6 +85,7 @@ async def lost_in_mid_rollout(fleet: Fleet, fault: signal.Signals, calm: dict[st
     fleet.check()
 
 
+@pytest.mark.long
 def test_pauses_aborts_and_the_end_of_the_router(tmp_path: Path) -> None:
     first, second = save_model(tmp_path / "a", seed=0), save_model(tmp_path / "b", seed=1)
     config = configured("sampler.engines=2", "sampler.router=sglang", "sampler.max_restarts=2", "sampler.max_running=4")

@@ -75,6 +75,7 @@ def test_train_on_a_file_with_a_reward_of_a_group(folder: Path, services: Servic
         assert sum(row["mask"]) == rollout["sampled_tokens"] > 0
 
 
+@pytest.mark.long
 def test_raw_prompts_of_parquet_for_a_model_without_a_chat_template(folder: Path, services: Services) -> None:
     shutil.copytree(resolve_model("multihop-warm"), folder / "base")
     (folder / "base/chat_template.jinja").unlink(missing_ok=True)

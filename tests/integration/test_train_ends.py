@@ -44,6 +44,7 @@ def test_a_batch_system_ends_a_run_as_ctrl_c_does(tmp_path: Path, monkeypatch: p
     assert state["step"] == max(row["step"] for row in metrics(tmp_path / "run"))
 
 
+@pytest.mark.long
 def test_a_tool_server_that_dies_is_started_again_or_stops_the_run_with_nothing_lost(
     tmp_path: Path, services: Services
 ) -> None:

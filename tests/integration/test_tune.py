@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from shared_runs import ONE_THREAD, Running, Services, gone
 
 from agentrl.config.load import read_yaml
 
 
+@pytest.mark.long
 def test_trials_until_an_interrupt(services: Services, tmp_path: Path) -> None:
     joined = [f"sampler.url={services.engine()}", f"tools.search.url={services.search()}"]
     small = [
