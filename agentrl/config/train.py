@@ -15,7 +15,7 @@ class RunConfig(Section):
     """Where a run is stored, and its seed."""
 
     dir: Path | None = None
-    """The run's folder; without it, ``runs/<environment>-<time>``."""
+    """The run's folder; without it, ``runs/<environment>-<time>``, or ``runs/sft-<time>``."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of data order, episodes and sampling."""
 

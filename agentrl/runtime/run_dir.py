@@ -86,12 +86,14 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 RUNS = Path("runs")
+SFT = "sft"
+"""Name of runs of ``agentrl sft``, which ``agentrl train --resume`` does not continue."""
 
 
-def new_folder(config: Config) -> Path:
-    """Return the folder of a new run: ``run.dir``, or a new one under ``runs/``."""
+def new_folder(config: Config, name: str = "") -> Path:
+    """Return the folder of a new run: ``run.dir``, or a new one under ``runs/``, by default named after the environment."""
     if config.run.dir is None:
-        return RUNS / f"{_label(config.label)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        return RUNS / f"{name or _label(config.label)}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config.run.dir.expanduser()
 
 
@@ -106,13 +108,13 @@ def check_new(folder: Path) -> None:
 
 
 @contextmanager
-def run_folder(config: Config, resumed: Path | None = None) -> Iterator[Path]:
-    """Yield the folder of a new run, or of the one that is resumed, locked for this process.
+def run_folder(config: Config, resumed: Path | None = None, *, name: str = "") -> Iterator[Path]:
+    """Yield the folder of a new run (see `new_folder`), or of the one that is resumed, locked for this process.
 
     Raises:
         ConfigError: another process has locked it, it cannot be written, or a new run would overwrite an older one.
     """
-    folder = resumed or new_folder(config)
+    folder = resumed or new_folder(config, name)
     with locked(folder):
         if resumed is None:
             check_new(folder)
@@ -149,7 +151,9 @@ def _newest(env: str | None) -> Path:
     saved = {
         run: (checkpoint / STATE).stat().st_mtime_ns
         for run in RUNS.glob(f"{_label(env)}-*" if env else "*")
-        if (run / CONFIG).is_file() and (checkpoint := latest_checkpoint(run / "checkpoints"))
+        if not run.name.startswith(f"{SFT}-")
+        and (run / CONFIG).is_file()
+        and (checkpoint := latest_checkpoint(run / "checkpoints"))
     }
     if not saved:
         of = f" of {env}" if env else ""

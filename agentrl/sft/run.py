@@ -27,7 +27,7 @@ from agentrl.obs.metrics import MetricsLog
 from agentrl.obs.run_end import recorded_end
 from agentrl.obs.trackers import open_tensorboard
 from agentrl.runtime.interrupt import handled_signals, leave_terminals, terminals
-from agentrl.runtime.run_dir import run_folder
+from agentrl.runtime.run_dir import SFT, run_folder
 from agentrl.sft.base import EpochData
 from agentrl.sft.batches import batches
 from agentrl.sft.preflight import SftRun, prepare_sft
@@ -51,7 +51,7 @@ def sft(config: Config, *, note: Callable[[str], None], resumed: Path | None = N
         LearnerError: a learner rank failed.
     """
     run = prepare_sft(config)
-    with run_folder(config, resumed) as folder, recorded_end(folder):
+    with run_folder(config, resumed, name=SFT) as folder, recorded_end(folder):
         keys = sft_keys(config, run.content)
         checkpoint = latest_checkpoint(folder / CHECKPOINTS)
         if checkpoint is not None:

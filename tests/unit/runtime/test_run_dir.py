@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
-from agentrl.runtime.run_dir import check_new, folder_to_resume, locked, new_folder
+from agentrl.runtime.run_dir import SFT, check_new, folder_to_resume, locked, new_folder
 
 
 def made(folder: Path, *, results: str | None = "metrics", checkpoint_ns: int | None = None) -> Path:
@@ -42,6 +42,7 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path: Path, monkeypatch
     older = made(runs / "search_r1-3", checkpoint_ns=15)
     made(runs / "single_turn-4", results=None)  # a start that failed
     made(runs / "single_turn-5", results="rollouts")
+    made(new_folder(load_config(None, []), SFT), checkpoint_ns=30)
     assert folder_to_resume(None, None) == newest
     assert folder_to_resume(None, "search_r1") == older
     with pytest.raises(ConfigError, match="no run of python_math under"):
