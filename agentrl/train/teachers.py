@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -20,20 +21,21 @@ from agentrl.config.checks import is_context_template
 from agentrl.config.engine_groups import training_engines, training_gpus
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
-from agentrl.core.images import IMAGE_MARK, Image, ImageSpan
+from agentrl.core.images import IMAGE_MARK, Image, ImageSpan, PlacedImage
 from agentrl.core.imports import load_object
 from agentrl.core.types import MaskReason, Message, Prompt, Provenance, Rollout, Row, RowKey
 from agentrl.core.user_code import describe, user_code
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine, launch
 from agentrl.learner.base import LearnerGroup
-from agentrl.models.load import load_tokenizer, read_end_ids, read_vocab_size
+from agentrl.models.load import load_tokenizer
 from agentrl.models.reference_policy import check_reference
 from agentrl.models.resolve import resolve_model
 from agentrl.render.base import Renderer
-from agentrl.render.registry import make_renderer
 from agentrl.rewards.sample import Sample
+from agentrl.runtime.episodes import open_renderer
 
+_log = logging.getLogger(__name__)
 MakeContext = Callable[[Sample], Sequence[Message]]
 """Returns the messages that a teacher reads in place of the first prompt's."""
 
@@ -155,6 +157,8 @@ class Teacher:
     """Its engine, if the run has started it."""
     privileged: PrivilegedRows | None = None
     """What it reads in place of the first prompt."""
+    image_fault: str = ""
+    """Why its server does not score rollouts with images; empty if it does."""
 
 
 class Teachers:
@@ -188,7 +192,7 @@ class Teachers:
             teacher = self._teachers[name]
             rows, longer, images = await asyncio.to_thread(_teacher_rows, teacher, rollouts)
             if teacher.client is not None:
-                scored = await _score_at_server(teacher, teacher.client, rows)
+                scored = await _score_at_server(teacher, teacher.client, rows, images)
             else:
                 assert teacher.policy is not None
                 batch = await asyncio.to_thread(pack, rows, packing, RowSignals(images=images))
@@ -233,17 +237,17 @@ def _teacher_rows(
     return list(trained), {row.key: longer for row, longer in trained.items()}, images
 
 
-async def _score_at_server(teacher: Teacher, client: ScoringClient, rows: Sequence[Row]) -> Scores:
+async def _score_at_server(
+    teacher: Teacher, client: ScoringClient, rows: Sequence[Row], images: Mapping[str, Image]
+) -> Scores:
     async def score(row: Row) -> NDArray[np.float32]:
-        if row.images:
-            raise ConfigError(
-                f"rollout {row.key.rollout_id} has images, and a teacher at a server would score it without them; set "
-                f"{KEY}={{}}, or train on tasks without images"
-            )
         at = np.flatnonzero(row.mask[1:]) + 1
         start, end = int(at[0]), int(at[-1]) + 1
+        placed = [PlacedImage(span, images[span.digest]) for span in row.images if span.end <= end]
+        if placed and teacher.image_fault:
+            raise ConfigError(f"rollout {row.key.rollout_id} has images, and {teacher.image_fault}")
         values = np.zeros(len(row.mask), np.float32)
-        values[start:end] = await client.score(row.token_ids[:end].tolist(), start)
+        values[start:end] = await client.score(row.token_ids[:end].tolist(), start, images=placed)
         return values
 
     try:
@@ -299,11 +303,10 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
 async def _open(config: Config, name: str, number: int, model: Path, logs: Path, exits: AsyncExitStack) -> Teacher:
     """Return teacher ``name``, the run's teacher ``number``; see `open_teachers`."""
     teacher, sampler = config.algo.distillation.teachers[name], config.sampler
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
+    renderer, vocabulary = open_renderer(config, model)
     privileged = None
     if teacher.context is not None:
         key = f"{KEY}.{name}.context"
-        renderer = make_renderer(tokenizer, config.render, read_end_ids(model))
         privileged = PrivilegedRows(load_context(teacher.context, key), key, renderer)
     if teacher.policy is not None:
         return Teacher(policy=teacher.policy, privileged=privileged)
@@ -315,11 +318,18 @@ async def _open(config: Config, name: str, number: int, model: Path, logs: Path,
         process = await launch(partial(launcher.launch, number), f"teacher {name!r}")
         exits.push_async_callback(asyncio.to_thread, process.stop)
         url = process.url
-    who, size = f"teacher {name!r} ({setting})", read_vocab_size(model)
-    client = ScoringClient(url, who, timeout_s=sampler.request_timeout_s, vocabulary_size=size)
+    client = ScoringClient(
+        url,
+        f"teacher {name!r} ({setting})",
+        timeout_s=sampler.request_timeout_s,
+        vocabulary_size=vocabulary.size,
+        image_token_id=vocabulary.image_token_id,
+    )
     exits.push_async_callback(client.aclose)
+    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
     await check_server(client, setting, model, max(tokenizer.get_vocab().values()), config.max_tokens)
-    return Teacher(client=client, process=process, privileged=privileged)
+    fault = "" if vocabulary.image_prompt is None else await image_fault(client, setting, vocabulary.image_prompt)
+    return Teacher(client=client, process=process, privileged=privileged, image_fault=fault)
 
 
 def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
@@ -358,3 +368,22 @@ async def check_server(client: ScoringClient, key: str, model: Path, last_id: in
         )
     if isinstance(folder, str) and Path(folder).is_dir():
         check_reference(model, Path(folder), key.partition("=")[0])
+
+
+async def image_fault(client: ScoringClient, key: str, prompt: Prompt) -> str:
+    """Return why a teacher's server cannot score a prompt with images, which is logged; empty if it can.
+
+    It is no error yet: the run may have texts alone.
+
+    Args:
+        client: of the server.
+        key: the configuration key with its value, for messages.
+        prompt: with images.
+    """
+    try:
+        await client.score(prompt.token_ids, len(prompt.token_ids) - 1, images=prompt.images)
+    except (ConfigError, EngineError) as error:
+        fault = f"{key} does not score prompts with images as the policy reads them: {error}"
+        _log.warning("%s. A rollout with images would end the run.", fault)
+        return fault
+    return ""

@@ -22,7 +22,7 @@ from agentrl.batch.packing import PackOptions, pack
 from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, EngineError, RunStopped
-from agentrl.core.images import Image, ImageSpan, load_image
+from agentrl.core.images import Image, ImageSpan, PlacedImage, load_image
 from agentrl.core.types import (
     ForkReason,
     MaskReason,
@@ -36,16 +36,18 @@ from agentrl.core.types import (
 )
 from agentrl.inference.client.scoring import ScoringClient
 from agentrl.learner.base import LearnerGroup
+from agentrl.models.image_positions import read_image_positions
 from agentrl.models.resolve import resolve_model
 from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.rewards.sample import Sample
 from agentrl.testing import FakeLearner
 from agentrl.train.step_scores import StepScores, pack_options
-from agentrl.train.teachers import PrivilegedRows, Teacher, Teachers, check_server, load_context
+from agentrl.train.teachers import PrivilegedRows, Teacher, Teachers, check_server, image_fault, load_context
 from tests.batches import training_step
 from tests.test_readme import example
 from tests.unit.episode.conftest import CHATML
+from tests.unit.learner import image_rows
 from tests.unit.learner.learners import MODELS, SIZES, Learners, make_model
 from tests.unit.train.in_process_engine import InProcessEngine
 
@@ -82,9 +84,11 @@ class Positions:
 
     def __init__(self) -> None:
         self.sent: list[tuple[list[int], int]] = []
+        self.images: list[PlacedImage] = []
 
-    async def score(self, token_ids: Sequence[int], start: int) -> np.ndarray:
+    async def score(self, token_ids: Sequence[int], start: int, *, images: Sequence[PlacedImage] = ()) -> np.ndarray:
         self.sent.append((list(token_ids), start))
+        self.images += images
         return -np.arange(start, len(token_ids), dtype=np.float32)
 
 
@@ -133,7 +137,9 @@ def test_a_task_names_its_teacher_and_others_have_the_default() -> None:
 
 def test_a_server_that_fails_ends_the_step_with_its_name() -> None:
     class Down(Positions):
-        async def score(self, token_ids: Sequence[int], start: int) -> np.ndarray:
+        async def score(
+            self, token_ids: Sequence[int], start: int, *, images: Sequence[PlacedImage] = ()
+        ) -> np.ndarray:
             raise EngineError("teacher 'a' (key) does not answer")
 
     with pytest.raises(EngineError, match="teacher 'a'"):
@@ -293,6 +299,7 @@ def test_a_function_that_does_not_exist_is_refused() -> None:
         load_context(f"{__name__}:gone", "algo.distillation.teachers.a.context")
 
 
+ARRAYS = ("token_ids", "provenance", "mask", "mask_reason", "logprobs", "versions", "requests")
 PICTURES = [load_image(Pillow.new("RGB", (32, 32), color)) for color in ("red", "blue")]
 PICTURE_MESSAGE = message_with_images("user", PICTURES[0], "How many?")
 
@@ -347,12 +354,76 @@ def test_a_teacher_in_the_learner_reads_the_pictures_of_a_row_and_of_its_context
     np.testing.assert_array_equal(ids[at + longer], [70, 71])
 
 
-def test_a_teacher_at_a_server_refuses_rows_with_pictures(reader: ChatRenderer) -> None:
+def test_a_teacher_at_a_server_gets_the_pictures_up_to_the_last_sampled_token(reader: ChatRenderer) -> None:
+    made, images = row_with_pictures(reader)
+    end = len(made.token_ids)
+    picture = ImageSpan(end + 1, made.images[0].length, PICTURES[0].digest)  # follows the last sampled token
+    tail = made.token_ids[made.images[0].start : made.images[0].end].tolist()
+    longer = row([], [(made.token_ids.tolist(), False), ([5], False), (tail, False)])
+    arrays = {name: np.concatenate([getattr(made, name), getattr(longer, name)[end:]]) for name in ARRAYS}
+    made, client = replace(made, **arrays, images=(*made.images, picture)), Positions()
+    scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(made, images=images))  # type: ignore[arg-type]
+    [(ids, start)] = client.sent
+    assert (len(ids), start) == (end, int(np.flatnonzero(made.mask)[0]))
+    assert [(placed.span, placed.image) for placed in client.images] == list(
+        zip(made.images[:2], PICTURES, strict=True)
+    )
+
+
+def test_a_teacher_whose_server_reads_no_pictures_is_named_when_a_row_has_one(
+    reader: ChatRenderer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Blind(Positions):
+        async def score(
+            self, token_ids: Sequence[int], start: int, *, images: Sequence[PlacedImage] = ()
+        ) -> np.ndarray:
+            raise EngineError("teacher 'a' refuses image_data")
+
+    fault = asyncio.run(image_fault(Blind(), "a.url=http://a", reader.render((PICTURE_MESSAGE,))))  # type: ignore[arg-type]
+    assert "a.url=http://a does not score prompts with images" in caplog.text
     made, images = row_with_pictures(reader)
     client = Positions()
-    with pytest.raises(ConfigError, match=r"rollout r has images, .*set algo\.distillation\.teachers=\{\}"):
-        scored(load_config(None, ALONE), {"a": Teacher(client=client)}, rollout(made, images=images))  # type: ignore[arg-type]
+    teacher = Teacher(client=client, image_fault=fault)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"rollout r has images, and a\.url=http://a .*refuses image_data"):
+        scored(load_config(None, ALONE), {"a": teacher}, rollout(made, images=images))
     assert not client.sent
+    scored(load_config(None, ALONE), {"a": teacher}, rollout(row([5], [([6], True)])))
+    assert client.sent == [([5, 6], 1)], "texts are scored"
+
+
+def test_the_embedded_engine_scores_pictures_for_a_teacher_as_transformers_does() -> None:
+    """Rows of five pictures over four turns, with forks, pictures in observations, and a sampled token of a picture."""
+    family = "qwen3-vl"
+    rows = image_rows.episodes(family)
+    expected = image_rows.own_logprobs(family, image_rows.without_sampled_pads(family, rows))
+    spoken = image_rows.without_sampled_pads(family, rows[:1]) + rows[1:]
+    given_rollouts = [rollout(made, images=image_rows.IMAGES) for made in spoken]
+    tokenizer = image_rows.processor(family)._processor.tokenizer
+    token_id = read_image_positions(image_rows.folder(family)).image_token_id
+
+    async def play() -> tuple[Any, str]:
+        engine = InProcessEngine(image_rows.folder(family), tokenizer, context=512)
+        client = ScoringClient(
+            "http://a", "teacher 'a'", timeout_s=9, vocabulary_size=len(tokenizer), image_token_id=token_id
+        )
+        client._http = engine  # type: ignore[assignment]
+        async with engine.running():
+            config = load_config(None, ALONE).algo.distillation
+            teachers = Teachers(config, {"a": Teacher(client=client)})
+            prompt = load_renderer(image_rows.folder(family)).render((PICTURE_MESSAGE,))
+            fault = await image_fault(client, "a.url", prompt)
+            return (await teachers.score(group_rollouts(given_rollouts), FakeLearner(), PackOptions(512)))["a"], fault
+
+    scores, fault = asyncio.run(play())
+    assert fault == ""
+    pads = np.array([*image_rows.processor(family).pad_ids])
+    for made in spoken:
+        at = np.flatnonzero(made.mask)
+        if np.isin(made.token_ids[at], pads).any():  # transformers takes a sampled one for a picture's
+            assert np.isfinite(scores[made.key]).all()
+            assert (scores[made.key][at] < 0).all()
+            continue
+        np.testing.assert_allclose(scores[made.key][at], expected[made.key][at], atol=1e-4)
 
 
 # Learning
