@@ -14,10 +14,13 @@ from agentrl.core.task import Task
 from agentrl.core.types import Message
 from agentrl.data.application_tasks import fill_placeholder
 from agentrl.episode.state import EpisodeState
-from agentrl.gateway.dialects.base import BadRequestError
+from agentrl.gateway.dialects.base import BadRequestError, message_of_pieces
+from agentrl.gateway.dialects.chat_completions import ContentPart, read_content
 
 TASK_BYTES = 2**20
-"""Bytes of the largest task of an application: it is recorded with each rollout."""
+"""Bytes of the largest task of an application, without its images: it is recorded with each rollout."""
+IMAGE_BYTES = 16 * 2**20
+"""Bytes of all images of a task: it is in memory as long as its group."""
 _NAME_CHARACTERS = 500
 _COMPLETE = 1024
 """Complete groups that are remembered for retries of their episodes."""
@@ -25,7 +28,7 @@ _COMPLETE = 1024
 
 class _PromptMessage(msgspec.Struct):
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
+    content: str | list[ContentPart]
 
 
 class TaskBody(msgspec.Struct):
@@ -40,12 +43,22 @@ class TaskBody(msgspec.Struct):
         """Check what the types do not say.
 
         Raises:
-            BadRequestError: the id is empty or too long, or the task is too long, or has what is not recorded.
+            BadRequestError: the id is empty or too long, or the task is too long, or has what is not recorded, or an image
+                that is no ``data:`` URL or is in a message of the assistant.
         """
         if not 0 < len(self.id) <= _NAME_CHARACTERS:
             raise BadRequestError(f"task.id has {len(self.id)} characters; it must have 1 to {_NAME_CHARACTERS}")
+        messages = self._messages()
+        for message in messages:
+            if message.role == "assistant" and message.images:
+                raise BadRequestError(
+                    "task.prompt: a message of the role assistant has an image; it may have texts alone"
+                )
+        image_bytes = sum(len(image.data) for message in messages for image in message.images)
+        if image_bytes > IMAGE_BYTES:
+            raise BadRequestError(f"task.prompt has images of {image_bytes} bytes; they may have {IMAGE_BYTES}", 413)
         try:
-            size = len(orjson.dumps([self.answer, self.metadata, msgspec.to_builtins(self.prompt)]))
+            size = len(orjson.dumps([self.answer, self.metadata, [message.content for message in messages]]))
         except (TypeError, ValueError) as error:
             raise BadRequestError(f"task has what no rollout can record: {error}") from None
         if size > TASK_BYTES:
@@ -53,14 +66,12 @@ class TaskBody(msgspec.Struct):
 
     def fill(self, placeholder: Task) -> Task:
         """Return the task in the place of a placeholder."""
-        messages = [Message(message.role, message.content) for message in self._messages]
-        return fill_placeholder(placeholder, self.id, messages, self.answer, self.metadata)
+        return fill_placeholder(placeholder, self.id, self._messages(), self.answer, self.metadata)
 
-    @property
-    def _messages(self) -> list[_PromptMessage]:
+    def _messages(self) -> list[Message]:
         if isinstance(self.prompt, list):
-            return self.prompt
-        return [_PromptMessage("user", self.prompt)] if self.prompt else []
+            return [message_of_pieces(message.role, read_content(message.content)) for message in self.prompt]
+        return [Message("user", self.prompt)] if self.prompt else []
 
 
 @dataclass(slots=True, eq=False)

@@ -61,8 +61,9 @@ class AgentClient:
 
         Args:
             task: that the application brings, with ``rollout.agent.tasks=application``: ``id``, and if you like ``prompt`` (a
-                text or messages), ``answer`` and ``metadata`` for the reward function. Sessions with the same id are samples of
-                one group, whose task is that of the first.
+                text or messages; their contents may be lists of OpenAI's parts ``text`` and ``image_url``, with ``data:`` URLs),
+                ``answer`` and ``metadata`` for the reward function. Sessions with the same id are samples of one group, whose
+                task is that of the first.
             source: of a mixed run, whose tasks alone are played.
             wait_s: seconds to wait; by default until the run is over.
 

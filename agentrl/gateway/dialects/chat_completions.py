@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct, field
@@ -45,7 +45,9 @@ class _ImageUrl(Struct):
     url: str = ""
 
 
-class _Part(Struct):
+class ContentPart(Struct):
+    """A part of a message's content."""
+
     type: str = "text"
     text: str = ""
     refusal: str = ""
@@ -65,7 +67,7 @@ class _Call(Struct):
 
 class _Message(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[str | _Part] | None = None
+    content: str | list[str | ContentPart] | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -182,7 +184,7 @@ def _refuse(body: Json, fields: _Body) -> None:
         raise BadRequestError(f"modalities={fields.modalities} is not supported; use text")
 
 
-def _text(content: str | _Part) -> str:
+def _text(content: str | ContentPart) -> str:
     """Return the text of a part.
 
     Raises:
@@ -193,20 +195,29 @@ def _text(content: str | _Part) -> str:
     return content if isinstance(content, str) else content.text or content.refusal
 
 
-def _text_or_image(content: str | _Part) -> str | Image:
+def _text_or_image(content: str | ContentPart) -> str | Image:
     if isinstance(content, str) or content.type != "image_url":
         return _text(content)
     address = content.image_url
     return read_image(address.url if isinstance(address, _ImageUrl) else address, "image_url")
 
 
+def read_content(content: str | Sequence[str | ContentPart]) -> list[str | Image]:
+    """Return the texts and images of a message's content.
+
+    Raises:
+        BadRequestError: it has a part of another type, or an image that is no ``data:`` URL.
+    """
+    return [content] if isinstance(content, str) else [_text_or_image(part) for part in content]
+
+
 def _message(message: _Message) -> Message:
-    content = message.content
-    parts = [content or ""] if content is None or isinstance(content, str) else content
+    content = message.content or ""
     if message.role == "assistant":
         calls = [make_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-        return assistant_message("".join(map(_text, parts)), message.reasoning_content or message.reasoning, calls)
-    pieces = [_text_or_image(content) for content in parts]
+        text = content if isinstance(content, str) else "".join(map(_text, content))
+        return assistant_message(text, message.reasoning_content or message.reasoning, calls)
+    pieces = read_content(content)
     if message.role == "tool":
         return message_of_pieces("tool", pieces, tool_call_id=message.tool_call_id or "")
     return message_of_pieces("system" if message.role == "developer" else message.role, pieces)

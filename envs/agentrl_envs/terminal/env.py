@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from agentrl import (
@@ -12,6 +13,7 @@ from agentrl import (
     CallStatus,
     ConfigError,
     Env,
+    Image,
     Info,
     Message,
     Observation,
@@ -41,6 +43,22 @@ TERMINAL, BASH = "terminal", "bash"
 TASK_FOLDER = "task_folder"
 """Key of a task's metadata with the path of its folder."""
 _COUNTS = ("commands", "failed_commands", "timeouts", "cut_outputs")
+
+
+@dataclass(slots=True)
+class _QueuedCall:
+    """A call of the policy's turn; its fields are JSON-able."""
+
+    id: str
+    """The policy's."""
+    tool: str
+    """At the tool server."""
+    arguments: str
+    """Of that tool, as JSON."""
+    answer: str = ""
+    """Empty: not run yet."""
+    images: list[str] = field(default_factory=list)
+    """Of the answer, as ``data:`` URLs."""
 
 
 class TerminalEnv(Env):
@@ -87,8 +105,8 @@ class TerminalEnv(Env):
         self._calls = 0
         """Calls of `BASH` that reached the machine."""
         self._due = ""
-        self._queue: list[list[str]] = []
-        """Calls of the turn, in order: the policy's id, tool and arguments as JSON, and the answer; ``""``: not run yet."""
+        self._queue: list[_QueuedCall] = []
+        """Calls of the turn, in order."""
         self._is_told = False
         self._is_open = self._is_cut = False
         self._step = 0
@@ -135,13 +153,13 @@ class TerminalEnv(Env):
         self._queue = commands
         return self._run_next()
 
-    def _commands(self, message: Message) -> list[list[str]]:
+    def _commands(self, message: Message) -> list[_QueuedCall]:
         if self.protocol == "program":
             return []
         if self.protocol == "text":
             command = parse_command(message.content)
-            return [] if command is None else [["", BASH, json.dumps({"command": command}), ""]]
-        return [[call.id, *self._hosted_call(call), self._fault(call)] for call in message.tool_calls]
+            return [] if command is None else [_QueuedCall("", BASH, json.dumps({"command": command}))]
+        return [_QueuedCall(call.id, *self._hosted_call(call), self._fault(call)) for call in message.tool_calls]
 
     def _hosted_call(self, call: ToolCall) -> tuple[str, str]:
         """Return tool and arguments at the tool server of a call of the policy."""
@@ -158,24 +176,25 @@ class TerminalEnv(Env):
 
     def _run_next(self) -> Step:
         """Run the next command of the turn, or return the answers of all."""
-        for entry in self._queue:
-            if entry[3]:
+        for call in self._queue:
+            if call.answer:
                 continue
             if self._calls >= self.max_commands:
-                entry[3] = NO_CALLS_LEFT
+                call.answer = NO_CALLS_LEFT
                 self._is_told = True
                 continue
             self._calls += 1
             self._count["commands"] += 1
-            return self._continue(self._call(str(self._calls), entry[1], json.loads(entry[2])))
-        answers = tuple(self._answer(call_id, text) for call_id, _, _, text in self._queue)
+            return self._continue(self._call(str(self._calls), call.tool, json.loads(call.arguments)))
+        answers = tuple(map(self._answer, self._queue))
         self._queue = []
         return self._continue(answers)
 
-    def _answer(self, call_id: str, text: str) -> Message:
+    def _answer(self, call: _QueuedCall) -> Message:
         if self.protocol == "text":
-            return Message("user", output_text(text))
-        return Message("tool", text, tool_call_id=call_id)
+            return Message("user", output_text(call.answer))
+        images = tuple(map(Image.from_data_url, call.images))
+        return Message("tool", call.answer, tool_call_id=call.id, images=images)
 
     def _continue(self, observation: Observation) -> Step:
         return observation, 0.0, False, False, self._info()
@@ -194,8 +213,9 @@ class TerminalEnv(Env):
             return self._continue((Message("user", text),))
         if name.startswith("grade"):
             return self._score(_data(result))
-        entry = next(entry for entry in self._queue if not entry[3])
-        entry[3] = result.content or "[no output]"
+        call = next(call for call in self._queue if not call.answer)
+        call.answer = result.content or "[no output]"
+        call.images = [image.data_url for image in result.images]
         self._count["failed_commands"] += result.status is ToolStatus.ERROR
         self._count["timeouts"] += result.status is ToolStatus.TIMEOUT
         self._count["cut_outputs"] += bool((result.data or {}).get("is_cut"))
@@ -266,7 +286,7 @@ class TerminalEnv(Env):
             "machine": self._machine,
             "calls": self._calls,
             "due": self._due,
-            "queue": [list(entry) for entry in self._queue],
+            "queue": [asdict(call) for call in self._queue],
             "mcp_tools": list(self._mcp_tools.values()),
             "is_told": self._is_told,
             "is_open": self._is_open,
@@ -280,7 +300,7 @@ class TerminalEnv(Env):
         """Continue from what `get_state` returned, after a `reset` on the same task: with the machine of that time."""
         super().set_state(state)
         self._machine, self._calls, self._due = state["machine"], state["calls"], state["due"]
-        self._queue = [list(entry) for entry in state["queue"]]
+        self._queue = [_QueuedCall(**call) for call in state["queue"]]
         self._offer_mcp_tools(state["mcp_tools"])
         self._is_told, self._is_open, self._step = state["is_told"], state["is_open"], state["step"]
         self._step_rewards = [dict(rewards) for rewards in state["step_rewards"]]

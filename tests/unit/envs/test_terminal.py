@@ -7,8 +7,10 @@ import pytest
 from agentrl_envs.terminal import TerminalEnv
 from agentrl_envs.terminal.env import NO_CALLS_LEFT
 from agentrl_envs.terminal.protocol import parse_command
+from PIL import Image as pil
 
 from agentrl.core.errors import ConfigError, TaskError, ToolFailure
+from agentrl.core.images import IMAGE_MARK, load_image
 from agentrl.core.task import Task
 from agentrl.core.types import CallStatus, Message, ToolCall, ToolCalls, ToolResult, ToolResults, ToolStatus
 
@@ -105,6 +107,27 @@ def test_tools_of_the_tasks_mcp_servers_are_offered_next_to_bash() -> None:
     assert call_of(resumed.step(DONE)[0]).arguments["calls"] == 2
     resumed.reset(seed=0, options={"task": TASK})
     assert len(resumed.tools) == 1, "those of another task"
+
+
+def test_pictures_of_mcp_servers_are_in_the_answer_to_their_call_also_of_a_saved_episode() -> None:
+    env = TerminalEnv()
+    observation, _ = env.reset(seed=0, options={"task": TASK})
+    env.step(result(call_of(observation), data={**OPEN, "tools": [MCP_TOOL]}))
+    turn = Message("assistant", "", (ToolCall("a", "docs_find", {"text": "x"}), bash("b", "ls")))
+    first = call_of(env.step(turn)[0])
+    picture = load_image(pil.new("RGB", (2, 3), "red"))
+    page = ToolResult(first.id, ToolStatus.OK, f"page {IMAGE_MARK} 3", None, (picture,))
+    second = call_of(env.step(ToolResults((page,)))[0])
+    resumed = TerminalEnv()
+    resumed.reset(seed=0, options={"task": TASK})
+    resumed.set_state(json.loads(json.dumps(env.get_state())))
+    for played in (env, resumed):
+        answers, *_ = played.step(result(second, "a.txt"))
+        assert isinstance(answers, tuple)
+        assert [(answer.content, answer.images) for answer in answers] == [
+            (f"page {IMAGE_MARK} 3", (picture,)),
+            ("a.txt", ()),
+        ]
 
 
 def test_an_agent_program_connects_to_the_tasks_mcp_servers_itself() -> None:

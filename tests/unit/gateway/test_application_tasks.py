@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from PIL import Image as pil
 
 from agentrl import Rollout
 from agentrl.config.agent import AgentConfig
@@ -17,6 +18,7 @@ from agentrl.config.rollout import FailureConfig
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
+from agentrl.core.images import load_image
 from agentrl.core.types import FailureKind, SamplingParams
 from agentrl.data.application_tasks import APPLICATION_TASK, ApplicationTasks
 from agentrl.data.jobs import TaskJobs
@@ -27,7 +29,9 @@ from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.agents_elsewhere import AgentElsewhere, AgentsElsewhere
 from agentrl.gateway.client import AgentClient, AgentSession
+from agentrl.models.resolve import resolve_model
 from agentrl.obs.waiting import WaitRegistry
+from agentrl.render.registry import load_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import ScriptedSampler
 from agentrl.train.preflight import check_comparisons
@@ -204,6 +208,46 @@ def test_starts_that_cannot_be_are_refused_and_say_what_to_send(renderer: ChatRe
         await finish((await start(run.url, {"id": "x"})).json(), reward=1)
 
     Run(renderer).play(talk)
+
+
+def picture_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_task_of_an_application_has_pictures_that_its_program_sends() -> None:
+    """Also each sample of its group; what is no picture of the prompt is refused by name."""
+    reader = load_renderer(resolve_model("geometry-warm"))
+    red, blue = (load_image(pil.new("RGB", (16, 16), color)) for color in ("red", "blue"))
+    prompt = [
+        {"role": "user", "content": [picture_part(red.data_url), {"type": "text", "text": "How many?"}]},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": [{"type": "text", "text": "And"}, picture_part(blue.data_url)]},
+    ]
+
+    async def talk(run: Run) -> None:
+        for content, words in (
+            ([picture_part("https://x.org/a.png")], "images are not fetched"),
+            ([{"type": "input_audio"}], "input_audio"),
+            ([picture_part("data:image/png;base64,aGk=")], "an image must be bytes of PNG"),
+        ):
+            refused = await start(run.url, {"id": "x", "prompt": [{"role": "user", "content": content}]})
+            assert (refused.status_code, words in refused.text) == (400, True), refused.text
+        said = [{"role": "assistant", "content": [picture_part(red.data_url)]}]
+        assert "assistant has an image" in (await start(run.url, {"id": "x", "prompt": said})).text
+        long = load_image(red.data + bytes(2**24))
+        many = [{"role": "user", "content": [picture_part(long.data_url)]}]
+        assert (await start(run.url, {"id": "x", "prompt": many})).status_code == 413
+        sessions = [(await start(run.url, {"id": "x", "prompt": prompt})).json() for _ in range(2)]
+        for reward, session in enumerate(sessions):
+            assert session["task"]["prompt"] == prompt
+            await finish({**session, "prompt": session["task"]["prompt"][0]["content"]}, reward=reward)
+
+    rollouts = Run(reader, samples=2).play(talk)
+    assert by_task(rollouts) == {("application-0", "x"): [0.0, 1.0]}
+    for rollout in rollouts:
+        [row] = rollout.rows
+        assert [span.digest for span in row.images] == [red.digest]
+        assert rollout.images == {red.digest: red}
 
 
 def test_the_client_brings_tasks_and_waits_as_long_as_it_is_told(renderer: ChatRenderer) -> None:

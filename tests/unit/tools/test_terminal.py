@@ -1,16 +1,19 @@
 """The service ``terminal`` on machines without a daemon: what the policy reads, and what outlives a server."""
 
 import asyncio
+import base64
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
 
+import mcp.types as types
 import pytest
 import yaml
 from agentrl_tools.terminal import BashTool, Episodes, TerminalOptions, TerminalService, TerminalTool, episodes
 from agentrl_tools.terminal.bash import as_result
 from agentrl_tools.terminal.episodes import Episode, Record, record_file
 from agentrl_tools.terminal.mcp_servers import McpLimits, McpServers
+from PIL import Image as pil
 
 from agentrl.config.containers import ContainersConfig
 from agentrl.config.toolserver import ServerConfig
@@ -20,6 +23,7 @@ from agentrl.containers.machines import Machines
 from agentrl.containers.spec import MachineSpec
 from agentrl.containers.task_folder import TaskFolder, load_task_folder
 from agentrl.core.errors import ToolFailure
+from agentrl.core.images import IMAGE_MARK, load_image
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.toolserver.server.sessions import Sessions
 from tests.fake_daemon import fake_daemon
@@ -27,6 +31,7 @@ from tests.fake_machine import FakeMachine, FakeMachines, write_task
 
 KEY = "episode"
 LIMITS = McpLimits(timeout_s=9, max_chars=100)
+PICTURE = load_image(pil.new("RGB", (2, 3), "red"))
 
 
 def answer(machine: FakeMachine, command: Command) -> CommandResult | None:
@@ -43,9 +48,9 @@ async def open_spec(folder: TaskFolder, step: int | None) -> MachineSpec:
 class Server:
     """A server of the service; another one with the same machines is one that was started again."""
 
-    def __init__(self, state: Path, machines: dict[str, FakeMachine]) -> None:
+    def __init__(self, state: Path, machines: dict[str, FakeMachine], limits: McpLimits = LIMITS) -> None:
         self.machines = FakeMachines(state, {"/app/a.txt": b"a"}, answer, machines)
-        self.episodes = Episodes(cast(Machines, self.machines), open_spec, "task", LIMITS)
+        self.episodes = Episodes(cast(Machines, self.machines), open_spec, "task", limits)
         tools = [TerminalTool(self.episodes), BashTool(self.episodes, timeout_s=9, max_chars=100)]
         self.sessions = Sessions(None, tools, ServerConfig())
 
@@ -187,6 +192,58 @@ def test_a_call_of_an_mcp_server_is_made_once_and_its_loss_is_a_failure(
         assert "was left in call" in left.content
 
     asyncio.run(episode())
+
+
+class PictureServer:
+    """A connection to an MCP server whose tool answers with a picture between two lines."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def call(self, tool: str, arguments: dict[str, Any]) -> types.CallToolResult:
+        self.calls += 1
+        data = base64.b64encode(PICTURE.data).decode()
+        picture = types.ImageContent(data=data, mime_type="image/png")
+        return types.CallToolResult(content=[types.TextContent(text="a"), picture, types.TextContent(text="b")])
+
+
+@pytest.mark.parametrize("mcp_images", [True, False])
+def test_pictures_of_an_mcp_server_are_results_and_in_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mcp_images: bool
+) -> None:
+    """They reach the policy if the option says so, also from the record of a call that was made."""
+    connection = PictureServer()
+
+    async def connect(*_: object) -> PictureServer:
+        return connection
+
+    monkeypatch.setattr(McpServers, "_connect", connect)
+    limits = McpLimits(timeout_s=9, max_chars=100, reads_images=mcp_images)
+    task = write_task(tmp_path / "task", "image", "echo", toml=MCP_TASK)
+    machines: dict[str, FakeMachine] = {}
+    arguments = {"action": "call", "server": "notes", "tool": "look", "arguments": {}}
+
+    async def look() -> ToolResult:
+        server = Server(tmp_path / "state", machines, limits)
+        return await server.call("terminal", "1", arguments)
+
+    async def episode() -> None:
+        await Server(tmp_path / "state", machines, limits).episodes.begin(KEY, task)
+        results = [await look(), await look()]
+        assert connection.calls == 1
+        for result in results:
+            assert result.images == ((PICTURE,) if mcp_images else ())
+            text = IMAGE_MARK if mcp_images else "[image of type image/png left out: only text can be read]"
+            assert result.content == f"a\n{text}\nb"
+
+    asyncio.run(episode())
+
+
+def test_pictures_of_mcp_servers_are_an_option_of_the_service() -> None:
+    for options, reads_images in (({}, False), ({"mcp_images": True}, True)):
+        terminal, _ = TerminalService().create_tools(TerminalOptions(**options))
+        assert isinstance(terminal, TerminalTool)
+        assert terminal._episodes._limits.reads_images is reads_images
 
 
 def test_an_agent_program_is_told_the_tasks_mcp_servers_and_connects_itself(

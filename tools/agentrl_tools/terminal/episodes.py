@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentrl import ToolCall, ToolResult, ToolStatus
+from agentrl import Image, ToolCall, ToolResult, ToolStatus
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.grading import Grade, GradingMode, grade
 from agentrl.containers.machine import Command, CommandResult, Machine, MachineEndedError
@@ -43,7 +43,7 @@ class Record:
     calls: list[list[str]] = field(default_factory=list)
     """Id and hash of each command that was begun, in order."""
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Server and result of each call of an MCP server that has ended, by id."""
+    """Server and result of each call of an MCP server that has ended, by id; images as ``data:`` URLs."""
     grade: dict[str, Any] | None = None
     """What the last step's tests gave, for a run that was killed before it had recorded the end of the episode."""
 
@@ -97,13 +97,15 @@ class Episode:
             recorded = self.record.results.get(call.id)
             if recorded is None:
                 raise SandboxFailure(f"machine {self.machine.id} was left in call {call.id}, whose effect is not known")
-            return ToolResult(call.id, ToolStatus(recorded["status"]), recorded["content"], recorded["data"])
+            images = tuple(map(Image.from_data_url, recorded["images"]))
+            return ToolResult(call.id, ToolStatus(recorded["status"]), recorded["content"], recorded["data"], images)
         result = await self.mcp_servers.call(call, self.user)
         self.record.results[call.id] = {
             "server": call.arguments["server"],
             "status": result.status.value,
             "content": result.content,
             "data": result.data,
+            "images": [image.data_url for image in result.images],
         }
         self.save()
         return result

@@ -35,6 +35,8 @@ class McpLimits:
     """Seconds of a call."""
     max_chars: int
     """Characters of a result that the policy reads."""
+    reads_images: bool = False
+    """Whether images of results are carried; otherwise a text names them."""
 
 
 class McpServers:
@@ -121,7 +123,7 @@ class McpServers:
                 raise
             # The agent may have ended it.
             return ToolResult(call.id, ToolStatus.ERROR, f"[{error}]")
-        return from_mcp(call, result, self._limits.max_chars)
+        return from_mcp(call, result, self._limits.max_chars, reads_images=self._limits.reads_images)
 
     async def _connect(self, server: McpServerToml, user: str | None) -> McpConnection:
         from agentrl.toolserver.mcp.connection import McpConnection

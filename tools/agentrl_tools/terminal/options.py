@@ -16,6 +16,9 @@ class TerminalOptions(Section):
     """Seconds that a command may take."""
     max_chars: int = Field(default=8000, ge=100)
     """Characters of output that the policy reads; the middle of longer outputs is left out."""
+    mcp_images: bool = False
+    """Whether images in results of a task's MCP servers reach the policy, which must be a vision-language model. Otherwise a
+    text names them."""
     grading: GradingMode = "task"
     """Where tests run: ``task``: as the task says, and separately if it says nothing; ``separate``; ``shared``."""
     containers: ContainersConfig = Field(default_factory=ContainersConfig)

@@ -16,6 +16,7 @@ from agentrl.containers.machines import Machines
 from agentrl.containers.task_machines import machine_spec
 from agentrl.core.atomic_files import write_private
 from agentrl.core.errors import MissingError
+from agentrl.core.extras import require
 from agentrl.core.task import TaskSet
 from agentrl.toolserver.hosted_tool import HostedTool
 from agentrl.toolserver.service import HostedService
@@ -40,8 +41,14 @@ class TerminalService(HostedService):
     resumable: ClassVar[bool] = True
 
     def create_tools(self, options: TerminalOptions) -> Sequence[HostedTool]:
-        """Return the tool of environments and that of policies."""
-        limits = McpLimits(timeout_s=options.timeout_s, max_chars=options.max_chars)
+        """Return the tool of environments and that of policies.
+
+        Raises:
+            MissingError: with images Pillow is not installed.
+        """
+        if options.mcp_images:
+            require("PIL", "tools.terminal.options.mcp_images=true")
+        limits = McpLimits(timeout_s=options.timeout_s, max_chars=options.max_chars, reads_images=options.mcp_images)
         episodes = Episodes(Machines(options.containers, options.owner), machine_spec, options.grading, limits)
         return [TerminalTool(episodes), BashTool(episodes, timeout_s=options.timeout_s, max_chars=options.max_chars)]
 
