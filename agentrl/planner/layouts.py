@@ -159,6 +159,7 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
         bfloat16=general.bfloat16,
         reference=general.reference,
         offloads=config.learner.cpu_offload == "optimizer",
+        freeze=tuple(config.learner.freeze),
     )
     model = family.options(hf)
     last_error, has_layout = (
@@ -174,7 +175,7 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
             memory = megatron_memory(family, hf, options, layout_work)
             critic = None
             if request.critic is not None:
-                critic_work = replace(layout_work, reference=False, values=True)
+                critic_work = replace(layout_work, reference=False, values=True, freeze=())
                 critic = megatron_memory(*read_family(request.critic, CRITIC_KEY), options, critic_work)
         except ConfigError as error:
             last_error = error

@@ -315,6 +315,7 @@ def _megatron_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -
             options.recompute,
             values,
             learner.cpu_offload == "optimizer",
+            tuple(learner.freeze),
         )
         return megatron_memory(*family, learner.megatron, work)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
 from agentrl.learner.fsdp.experts import expert_modules
+from agentrl.learner.layer_memory import LayerWidths, backward_bytes, saved_bytes, tower_bytes, trained_count
 from agentrl.learner.layers import decoder_layers, vision_blocks
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
 from agentrl.learner.optimizer_states import CHUNK_BYTES
@@ -74,7 +74,7 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     # gradient of a unit: there are a whole one, and its float32 copy.
     head = _output(hf)
     tied = hf.get_input_embeddings().weight is head.weight
-    embedding_gradient = FLOAT32 * _trained_count(hf.get_input_embeddings().parameters()) if not several else 0
+    embedding_gradient = FLOAT32 * trained_count(hf.get_input_embeddings().parameters()) if not several else 0
     reduced = (size + FLOAT32) if several else 0
     # Sums in bfloat16 take the gradient of each weight at once.
     rounded = config.optimizer.state == "8bit" and not several
@@ -86,12 +86,13 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         for layer, layer_option, has_exchange in zip(layers, layer_options, exchanges, strict=True)
     ]
     layer_activations = [
-        tokens * _saved_bytes(width, layer_option) for width, layer_option in zip(widths, layer_options, strict=True)
+        tokens * saved_bytes(width, layer_option) for width, layer_option in zip(widths, layer_options, strict=True)
     ]
     # The final norm keeps its input and what it scales; its result is float32 where its input is.
     last = tokens * hidden * (2 * options.hidden_size + FLOAT32)
     gathered = _gathered_bytes([*units, *block_units], outer, config, options)
-    tower, block_backward = _tower_bytes(hf, options)
+    # Each of the ranks that compute a micro-batch together computes all of its images.
+    tower, block_backward = tower_bytes(hf, replace(options, tokens=tokens * config.context_parallel))
 
     yield LearnerMemory(
         **state,
@@ -106,9 +107,9 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     for layer, unit, layer_copies, layer_bytes, width, layer_option in reversed(of_layers):
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         if rounded:
-            current_gradients += FLOAT32 * (_trained_count(parameters[layer]) - layer_copies) + size * layer_copies
+            current_gradients += FLOAT32 * (trained_count(parameters[layer]) - layer_copies) + size * layer_copies
         casts = size * (unit - layer_copies) if options.bfloat16 and not several and options.compiled else 0
-        again = tokens * _backward_bytes(width, layer_option)
+        again = tokens * backward_bytes(width, layer_option)
         yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
         below -= layer_bytes
         if not rounded:
@@ -126,26 +127,6 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     if config.cpu_offload == "optimizer":
         largest = max(2 * FLOAT32 * _shard(parameter, options.shards) for parameter in hf.parameters())
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
-
-
-def _tower_bytes(hf: PreTrainedModel, options: MemoryOptions) -> tuple[int, int]:
-    """Return the activations of the vision tower, as if all tokens stood for images, and those of a block's backward pass.
-
-    A frozen tower keeps none. What it computes is computed before layers of the text model, and is less than these.
-    """
-    blocks = [block for block in vision_blocks(hf) if _trained_count(block.parameters())]
-    if not blocks:
-        return 0, 0
-    vision: Any = hf.config.vision_config
-    # The merger joins neighbouring patches to a token; of tiles it is the connector's factor.
-    merge = int(getattr(vision, "spatial_merge_size", 0) or getattr(hf.config, "scale_factor", 1))
-    patches, hidden = options.tokens * merge**2, int(vision.hidden_size)
-    heads = int(getattr(vision, "num_heads", 0) or vision.num_attention_heads)
-    products = [(m.in_features, m.out_features) for m in blocks[0].modules() if isinstance(m, nn.Linear)]
-    results, inputs = (sum(sizes) for sizes in zip(*((out, size) for size, out in products), strict=True))
-    widths = _Widths(hidden, heads, hidden, results - hidden, inputs, 2 * hidden, max(out for _, out in products))
-    plain = replace(options, compiled=False)
-    return len(blocks) * patches * _saved_bytes(widths, plain), patches * _backward_bytes(widths, plain)
 
 
 def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
@@ -191,7 +172,7 @@ def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
     chunk = min(config.logits_chunk, options.tokens)
     array: int = chunk * head.weight.shape[0]
     of_weight, copy = (
-        FLOAT32 * _trained_count(head.parameters()),
+        FLOAT32 * trained_count(head.parameters()),
         options.size * head.weight.numel() if options.bfloat16 else 0,
     )
     several = of_weight if options.tokens > chunk else 0
@@ -209,10 +190,6 @@ def _whole_count(layer: nn.Module, expert_parallel: int) -> int:
     return _count(layer.parameters()) - experts + experts // expert_parallel
 
 
-def _trained_count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-
-
 def _shards(parameters: Iterable[nn.Parameter], ranks: int, *, trained: bool) -> int:
     """Return the bytes of the first rank's shards of all weights in float32, or of those that are trained."""
     return FLOAT32 * sum(_shard(p, ranks) for p in parameters if p.requires_grad or not trained)
@@ -224,25 +201,7 @@ def _shard(parameter: nn.Parameter, ranks: int) -> int:
     return math.ceil(rows / ranks) * (parameter.numel() // max(rows, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Widths:
-    """Numbers of a layer for each token."""
-
-    hidden: int
-    heads: int
-    attention: int
-    """Numbers of all heads."""
-    results: int
-    """Results of products, except the last, which is only added."""
-    inputs: int
-    """Inputs of products; products with the same input count once if the layer is compiled."""
-    rotated: int
-    """Queries and keys as attention takes them."""
-    widest: int
-    """The largest result."""
-
-
-def _widths(layer: nn.Module, model: Any, config: LearnerConfig, *, compiled: bool, exchanges: bool) -> _Widths:
+def _widths(layer: nn.Module, model: Any, config: LearnerConfig, *, compiled: bool, exchanges: bool) -> LayerWidths:
     text = model.get_text_config()
     hidden = int(text.hidden_size)
     heads = int(text.num_attention_heads)
@@ -263,34 +222,6 @@ def _widths(layer: nn.Module, model: Any, config: LearnerConfig, *, compiled: bo
     if config.lora is not None:  # of both factors of an adapter, whose result is added to the product's
         results += [width for _, out in products for width in (config.lora.rank, out)]
     keys = attention * int(getattr(text, "num_key_value_heads", None) or heads) // heads
-    return _Widths(
+    return LayerWidths(
         hidden, heads, attention, sum(results) - hidden, inputs, attention + keys, max(results, default=hidden)
     )
-
-
-def _saved_bytes(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes that a layer keeps for each token until its backward pass: always its input."""
-    input_bytes = options.hidden_size * widths.hidden
-    if options.recompute == "full":
-        return input_bytes
-    attended = input_bytes + options.size * widths.attention + FLOAT32 * widths.heads  # and its logarithms
-    if options.recompute == "all_but_attention":
-        return attended
-    return attended + options.size * widths.results if options.recompute == "selective" else _all(widths, options)
-
-
-def _all(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes that a layer keeps for each token if nothing is computed again."""
-    input_bytes = options.hidden_size * widths.hidden
-    if options.compiled:
-        return input_bytes + options.size * (widths.results + widths.inputs + widths.rotated)
-    # Also what the two norms keep, and what activations and rotations make of the products' results.
-    return 2 * (input_bytes + FLOAT32 * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
-
-
-def _backward_bytes(widths: _Widths, options: MemoryOptions) -> int:
-    """Return the bytes for each token in a layer's backward pass, without what it has kept: computed again, and gradients."""
-    gradients = 4 * options.hidden_size * widths.hidden + 5 * options.size * widths.widest
-    # Attention adds gradients of queries up in float32, and has those of keys and values for every query head.
-    gradients += (FLOAT32 + 2 * options.size) * widths.attention
-    return _all(widths, options) - _saved_bytes(widths, options) + gradients

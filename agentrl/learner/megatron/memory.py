@@ -14,10 +14,12 @@ from typing import Any
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
+from agentrl.learner.layer_memory import tower_bytes
 from agentrl.learner.layers import vision_tower
 from agentrl.learner.megatron.families.base import Family, Options, Weight, model_weights
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
-from agentrl.learner.memory import LearnerMemory
+from agentrl.learner.memory import LearnerMemory, MemoryOptions
+from agentrl.models.freezing import frozen_names
 
 _FLOAT32 = 4
 _LOGITS = 2
@@ -51,6 +53,8 @@ class MegatronWork:
     """Whether it is a critic, with a value head in place of the language head."""
     offloads: bool = False
     """Whether moments are in CPU memory (``learner.cpu_offload``)."""
+    freeze: tuple[str, ...] = ()
+    """Patterns of ``learner.freeze``: a frozen vision tower keeps no activations."""
 
     @property
     def size(self) -> int:
@@ -117,7 +121,8 @@ def _stage(
     kinds = {_has_experts(model, layer): layer for layer in stages[stage]}
     count = Counter(_has_experts(model, layer) for layer in stages[stage])
     dense = sum(count[kind] * _numbers(family.layer(hf, layer), tensor) for kind, layer in kinds.items())
-    dense += _numbers(outer, tensor) + (_tower_numbers(family) if is_first else 0)
+    tower_numbers, tower_activations = _tower(family, work) if is_first else (0, 0)
+    dense += _numbers(outer, tensor) + tower_numbers
     experts = count[True] * _experts(family, hf, model, layout, kinds[True]) if True in kinds else 0
     per_number = (0 if work.offloads else 2 * _FLOAT32) + (_FLOAT32 if work.bfloat16 else 0)
     is_sharded = bool(options.get("use_distributed_optimizer", True))
@@ -133,23 +138,32 @@ def _stage(
         gradients=_FLOAT32 * (dense + experts),
         optimizer=per_number * (math.ceil(dense / optimizer_ranks) + math.ceil(experts / expert_optimizer_ranks)),
         reference=weights if work.reference else 0,
-        activations=work.size * tokens * activations,
+        activations=work.size * tokens * activations + math.ceil(in_flight(layout, stage) * tower_activations),
         logits=_LOGITS * _FLOAT32 * min(work.logits_chunk, tokens) * outputs if is_last else 0,
     )
 
 
-def _tower_numbers(family: Family) -> int:
-    """Return the numbers of the vision tower, which each rank of the first stage has as a whole; 0 without one."""
+def _tower(family: Family, work: MegatronWork) -> tuple[int, int]:
+    """Return the numbers of the vision tower, and the bytes of its activations of a micro-batch; zeros without a tower.
+
+    Each rank of the first stage has it as a whole and computes all images of a micro-batch, as if all tokens stood for images.
+    """
     if family.whole is None:
-        return 0
+        return 0, 0
     import torch
     from transformers import AutoModelForImageTextToText
 
     auto: Any = AutoModelForImageTextToText
     with torch.device("meta"):
-        tower = vision_tower(auto.from_config(family.whole))
+        model = auto.from_config(family.whole)
+    weights, tower = dict(model.named_parameters()), vision_tower(model)
     assert tower is not None, "its family reads images"
-    return sum(parameter.numel() for parameter in tower.parameters())
+    if work.freeze:
+        for name in frozen_names(weights, work.freeze):
+            weights[name].requires_grad_(False)
+    options = MemoryOptions(work.ranks, work.tokens, work.bfloat16, recompute="none", compiled=False)
+    activations, _ = tower_bytes(model, options)
+    return sum(parameter.numel() for parameter in tower.parameters()), activations
 
 
 def in_flight(layout: Layout, stage: int) -> float:

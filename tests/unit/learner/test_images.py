@@ -17,8 +17,9 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.core.images import ImageSpan
-from agentrl.core.types import RowKey
+from agentrl.core.types import Row, RowKey
 from agentrl.learner.base import RankOptions
+from agentrl.learner.fsdp.backend import FsdpBackend
 from agentrl.learner.fsdp.rank import FsdpRank
 from tests.algo_config import make_algo
 from tests.integration.rank_processes import run_ranks
@@ -104,16 +105,21 @@ def test_a_frozen_tower_stays_equal_and_weights_have_the_names_of_the_folder(fam
     assert any(not torch.equal(before[name], after[name]) for name in before.keys() - tower)
 
 
+Cases = dict[str, tuple[str, dict[str, object], list[GlobalBatch]]]
+"""By name: family, options of the learner, and the batches of its steps."""
+
+
 def sharded_rank() -> int:
-    """Be one of two ranks, which take the steps of each case."""
+    """Be one of several ranks, which take the steps of each case."""
     path, number = Path(sys.argv[1]), int(sys.argv[2])
-    dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), 2), rank=number, world_size=2)
+    ranks, cases = pickle.loads((path / "cases").read_bytes())
+    dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), ranks), rank=number, world_size=ranks)
     results = {}
-    for case, (family, options, batches) in pickle.loads((path / "cases").read_bytes()).items():
-        config = LearnerConfig(precision="float32", device="cpu", threads=1, **options)
+    for case, (family, options, batches) in cases.items():
+        config = LearnerConfig(precision="float32", device="cpu", threads=1, ranks=ranks, **options)
         rank = FsdpRank(RankOptions(path / family, config, make_algo(), torch.device("cpu"), seed=0))
         for index, whole in enumerate(batches):
-            rank_batch = batch_of_share(whole, number // config.context_parallel)
+            rank_batch = batch_of_share(whole, rank.data_parallel_rank)
             by_name: dict[str, torch.Tensor] = {}
 
             def keep(lr_scale: float, into=by_name, rank=rank) -> dict[str, float]:
@@ -130,34 +136,69 @@ def sharded_rank() -> int:
     return 0
 
 
-def test_two_ranks_of_which_one_has_pictures_have_the_gradient_of_one_rank(tmp_path, opened):
-    cases = {}
-    for family in ("qwen3-vl", "smolvlm"):
-        (tmp_path / family).symlink_to(folder(family))
-        rows = episodes(family)
-        steps = [[rows[0], rows[4]], [rows[4], replace(rows[4], key=RowKey("p", "f"))]]
-        cases[family] = family, {}, [batch(step, tokens=8, ranks=2) for step in steps]
-        assert [[bool(m.images) for m in ms] for ms in cases[family][2][0].micro] == [[True], [False]]
-    cases["frozen"] = "qwen3-vl", {"freeze": [TOWERS["qwen3-vl"]]}, cases["qwen3-vl"][2][:1]
-    whole_rows = [batch(episodes("qwen3-vl"), share_prefixes=share) for share in (False, True)]
-    cases["context"] = "qwen3-vl", {"context_parallel": 2}, whole_rows
-    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
-    run_ranks(f"{__name__}:sharded_rank", tmp_path, 2, timeout_s=180)
-    first, second = (pickle.loads((tmp_path / f"results{number}").read_bytes()) for number in range(2))
+def check_ranks(path: Path, opened: Learners, ranks: int, cases: Cases) -> None:
+    """Compare gradients and log-probabilities of all ranks with those of a single one."""
+    for family in {family for family, _, _ in cases.values()}:
+        (path / family).symlink_to(folder(family))
+    (path / "cases").write_bytes(pickle.dumps((ranks, cases)))
+    run_ranks(f"{__name__}:sharded_rank", path, ranks, timeout_s=90 * ranks)
+    results = [pickle.loads((path / f"results{number}").read_bytes()) for number in range(ranks)]
     for case, (family, options, batches) in cases.items():
         learner = opened.open(folder=folder(family), freeze=options.get("freeze", []))
         for index, whole in enumerate(batches):
             joined = replace(whole, micro=(tuple(micro for micros in whole.micro for micro in micros),))
             expected_scores = learner.logprobs(joined)
-            (actual, scores), (_, other_scores) = first[case, index], second[case, index]
-            scores |= other_scores
+            scores = {key: values for result in results for key, values in result[case, index][1].items()}
             assert scores.keys() == expected_scores.keys()
             for key, row_scores in scores.items():
-                np.testing.assert_allclose(row_scores, expected_scores[key], atol=1e-5)
-            expected = gradients_of_trained(learner, joined)
+                np.testing.assert_allclose(row_scores, expected_scores[key], atol=1e-5, err_msg=case)
+            expected, actual = gradients_of_trained(learner, joined), results[0][case, index][0]
             assert actual.keys() == expected.keys()
             for name, gradient in expected.items():
-                torch.testing.assert_close(actual[name], gradient, atol=2e-5, rtol=1e-3)
+                torch.testing.assert_close(actual[name], gradient, atol=2e-5, rtol=1e-3, msg=f"{case}: {name}")
+
+
+def copies(row: Row, count: int) -> list[Row]:
+    """Return a row under several names."""
+    return [replace(row, key=RowKey("p", f"copy {number}")) for number in range(count)]
+
+
+def test_two_ranks_of_which_one_has_pictures_have_the_gradient_of_one_rank(tmp_path, opened):
+    cases: Cases = {}
+    for family in ("qwen3-vl", "smolvlm"):
+        rows = episodes(family)
+        steps = [[rows[0], rows[4]], copies(rows[4], 2)]
+        cases[family] = family, {}, [batch(step, tokens=8, ranks=2) for step in steps]
+        assert [[bool(m.images) for m in ms] for ms in cases[family][2][0].micro] == [[True], [False]]
+    cases["frozen"] = "qwen3-vl", {"freeze": [TOWERS["qwen3-vl"]]}, cases["qwen3-vl"][2][:1]
+    whole_rows = [batch(episodes("qwen3-vl"), share_prefixes=share) for share in (False, True)]
+    cases["context"] = "qwen3-vl", {"context_parallel": 2}, whole_rows
+    check_ranks(tmp_path, opened, 2, cases)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_four_ranks_with_pictures_have_the_gradient_of_one_rank(tmp_path, opened):
+    """Sharded over all, in two copies, with parts of rows, and with divided experts."""
+    cases: Cases = {}
+    for family in ("qwen2.5-vl", "qwen3-vl"):
+        rows = episodes(family)
+        one_sided = batch([rows[0], *copies(rows[4], 3)], tokens=8, ranks=4)
+        assert sorted(any(micro.images for micro in micros) for micros in one_sided.micro) == [False] * 3 + [True]
+        cases[family] = family, {}, [one_sided, batch(rows, tokens=8, ranks=4)]
+        cases[f"{family}, two copies"] = family, {"replicas": 2}, [one_sided]
+        context = {"context_parallel": 2}
+        cases[f"{family}, parts of rows"] = family, context, [batch(rows, tokens=8, ranks=2)]
+    glm = episodes("glm-4.5v")
+    cases["experts"] = "glm-4.5v", {"expert_parallel": 2}, [batch([*glm[:3], glm[4]], tokens=8, ranks=4)]
+    check_ranks(tmp_path, opened, 4, cases)
+
+
+def test_a_critic_for_a_model_that_reads_images_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"algo\.advantage\.name=gae needs a critic, and the model in .* reads images"
+    ):
+        FsdpBackend(LearnerConfig()).check(make_algo(advantage={"name": "gae"}), [folder("qwen3-vl")])
 
 
 def gradients_of_trained(learner, whole: GlobalBatch) -> dict[str, torch.Tensor]:

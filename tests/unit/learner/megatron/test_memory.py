@@ -10,10 +10,11 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ConfigError
+from agentrl.learner.layer_memory import tower_bytes
 from agentrl.learner.megatron.families.registry import FAMILIES, read_family
 from agentrl.learner.megatron.layout import Layout
 from agentrl.learner.megatron.memory import MegatronWork, in_flight, megatron_memory, stage_layers
-from agentrl.learner.memory import LearnerMemory
+from agentrl.learner.memory import LearnerMemory, MemoryOptions
 from agentrl.models.shipped_architectures import find_architecture, meta_model
 from tests.vision_folders import write_processor_folder
 
@@ -201,3 +202,24 @@ def test_the_first_stage_has_the_vision_tower(tmp_path: Path) -> None:
     numbers = sum(parameter.numel() for parameter in meta_model(folder).parameters())
     work = MegatronWork(1, 64, 16)
     assert megatron_memory(*read_family(folder, "model.path"), {}, work).weights == 2 * numbers
+
+
+def test_a_trained_tower_keeps_activations_of_each_micro_batch_in_flight(tmp_path: Path) -> None:
+    """As if all tokens of the micro-batch stood for images, on each context-parallel rank."""
+    folder = write_processor_folder(tmp_path, "qwen2.5-vl")
+    family = read_family(folder, "model.path")
+
+    def activations(ranks: int, freeze: tuple[str, ...] = (), **options: Any) -> int:
+        return megatron_memory(*family, options, MegatronWork(ranks, 1024, 16, freeze=freeze)).activations
+
+    memory_options = MemoryOptions(2, 1024, bfloat16=True, recompute="none", compiled=False)
+    tower, _ = tower_bytes(meta_model(folder), memory_options)
+    blocks, patches, hidden, middle = 2, 4 * 1024, 32, 64
+    # At least both norms' inputs and results, queries, keys, values, the result of attention, and the MLP's three.
+    assert tower >= blocks * patches * 2 * (4 * hidden + 4 * hidden + 3 * middle)
+    for ranks, options, times in (
+        (2, {}, 1),
+        (2, {"pipeline_model_parallel_size": 2}, 2),
+        (2, {"context_parallel_size": 2}, 1),
+    ):
+        assert activations(ranks, **options) - activations(ranks, ("*visual.*",), **options) == times * tower
