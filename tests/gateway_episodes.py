@@ -24,6 +24,7 @@ from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
 from agentrl.gateway.agent_session import Session
 from agentrl.gateway.agent_sessions import AgentSessions
 from agentrl.gateway.server import Gateway
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.render.renderer import ChatRenderer
 from agentrl.testing import RecordedRequest, ScriptedSampler
@@ -97,10 +98,11 @@ class EngineSampler:
     ``gate``, if set, is waited for before a request is sent.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, vocabulary: Vocabulary | None = None) -> None:
         self.requests: list[RecordedRequest] = []
+        self.generations: list[Generation] = []
         self.gate: asyncio.Event | None = None
-        self._url = url
+        self._url, self._vocabulary = url, vocabulary
         self._client: SGLangClient | None = None
         self._opening = asyncio.Lock()
 
@@ -112,9 +114,13 @@ class EngineSampler:
             await self.gate.wait()
         async with self._opening:
             if self._client is None:
-                self._client = SGLangClient(self._url, timeout_s=300)
+                self._client = SGLangClient(self._url, timeout_s=300, vocabulary=self._vocabulary)
                 await self._client.flush()
-        return await self._client.generate(prompt, params, session_id=session_id, request_id=request_id, policy=policy)
+        generation = await self._client.generate(
+            prompt, params, session_id=session_id, request_id=request_id, policy=policy
+        )
+        self.generations.append(generation)
+        return generation
 
     async def abort(self, request_id: str) -> None:
         if self._client is not None:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gateway_episodes import EngineSampler
+
 from agentrl import Message, Rollout, Task
 from agentrl.config.agent import AgentConfig
 from agentrl.config.rollout import FailureConfig
@@ -81,7 +83,7 @@ def fake_harness(folder: Path, sandbox: str) -> AgentConfig:
 
 def play_program(
     config: AgentConfig,
-    script: Sequence[str] | Callable[[str], str],
+    script: Sequence[str] | Callable[[str], str] | EngineSampler,
     renderer: ChatRenderer,
     sandbox: SandboxConfig | None = None,
     task: Task = TASK,
@@ -89,31 +91,48 @@ def play_program(
     env: Callable[[], Env] = Env,
     clients: Mapping[str, ToolClient] | None = None,
     limits: Limits = LIMITS,
+    temperature: float = 1.0,
 ) -> tuple[Rollout, list[Generation]]:
     """Play an episode, and return what the engine sampled in it, too.
 
     Args:
         config: of the program.
-        script: the turns of a conversation in order, or a function of the prompt's text that returns the turn.
+        script: the turns of a conversation in order, or a function of the prompt's text that returns the turn, or what samples
+            them with an engine.
         renderer: of the policy's chat format.
         sandbox: limits of the program's sandbox.
         task: of the episode.
         env: makes the environment, which gives the reward with ``config.reward=environment``.
         clients: of its tools.
         limits: of the episode.
+        temperature: of sampling with an engine.
     """
 
     def speak(request: RecordedRequest) -> str:
         """Return the turn that follows those in the prompt."""
+        assert not isinstance(script, EngineSampler)
         prompt = renderer.decode(request.prompt.token_ids)
         return script(prompt) if callable(script) else script[prompt.count(ASSISTANT) - 1]
 
-    sampler = RecordingSampler(speak, encode=renderer.encode, end_token_id=renderer.end_token_id)
-    sampler.generations = []
-    context = EpisodeContext(env, renderer, sampler, clients or {}, limits, SamplingParams(max_new_tokens=4096, seed=5))
+    sampler: RecordingSampler | EngineSampler
+    if isinstance(script, EngineSampler):
+        sampler = script
+    else:
+        sampler = RecordingSampler(speak, encode=renderer.encode, end_token_id=renderer.end_token_id)
+        sampler.generations = []
+    sampling = SamplingParams(max_new_tokens=limits.max_new_tokens, seed=5, temperature=temperature)
+    context = EpisodeContext(env, renderer, sampler, clients or {}, limits, sampling)
     failure = FailureConfig(sampler="drop", agent="drop", max_failed_share=1)
     grader = None if config.reward == "environment" else Grader()
     settings = EpisodeSettings(context, generate=AgentProgram(config, sandbox or SandboxConfig()), grader=grader)
     runner = EpisodeRunner({"": settings}, FailurePolicy(failure), EpisodeSlots(1))
-    (rollout,) = asyncio.run(runner.run_many([Job(task, 1, "e")]))
+
+    async def run() -> list[Rollout]:
+        try:
+            return await runner.run_many([Job(task, 1, "e")])
+        finally:
+            if isinstance(sampler, EngineSampler):
+                await sampler.aclose()
+
+    (rollout,) = asyncio.run(run())
     return rollout, sampler.generations
