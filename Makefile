@@ -192,7 +192,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Makes the shipped policies again, ten minutes on one H200; they lie in tasks/*/policies/.
+# Makes the shipped policies again, ten minutes on one H200 without that of geometry; they lie in tasks/*/policies/.
 policies: install
 	$(BIN)/python -m agentrl_tasks.multihop.make_policy runs/init
 	$(BIN)/agentrl sft --config search_r1/sft_base model.path=runs/init sft.out=runs/base

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +236,17 @@ def test_the_page_of_the_command_line_is_current() -> None:
     code = "import runpy; print(runpy.run_path('docs/make_command_line.py')['reference'](), end='')"
     page = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert page == (ROOT / "docs" / "reference" / "command_line.md").read_text(), "run `make docs`"
+
+
+def test_make_policies_has_a_recipe_for_every_shipped_policy() -> None:
+    lines = re.search(r"^policies:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lines is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for name, target in project["entry-points"]["agentrl.models"].items():
+        package, _, _ = target.partition(".policies:")
+        assert f"-m {package}.make_policy " in lines[1], name
+    for config in re.findall(r"--config (\S+)", lines[1]):
+        assert (ROOT / "configs" / "agentrl_configs" / f"{config}.yaml").is_file(), config
 
 
 def test_named_targets_of_make_exist() -> None:
