@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
     "{%- if first or tools %}"
     "{{- '<|im_start|>system\\n' + (first.content if first else '') }}"
     "{%- if tools %}"
-    "{{- ('\\n' if first else '') + 'Tools:' }}"
+    "{{- ('\\n' if first and first.content else '') + 'Tools:' }}"
     "{%- for tool in tools %}"
     "{{- ' ' + tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')' }}"
     "{%- endfor %}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from .base_image import run_program
+from .base_image import DOCKERFILE, run_program
 from .exercise import IMAGE
 
 FOLDER = "/opt/agent"
@@ -14,11 +15,13 @@ FOLDER = "/opt/agent"
 _PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 _COMPILE = f"RUN {FOLDER}/bin/python3 -m compileall -q {FOLDER}/lib > /dev/null; exit 0\n"
 """Compiles modules once, in place of at each start in a machine. Files for other versions of Python in some packages fail."""
+MODEL = DOCKERFILE.with_name("requests_model.py")
+"""The model class of mini-swe-agent that `terminal/mini_swe_agent` uses."""
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def add_packages(packages: tuple[str, ...]) -> None:
-    """Add packages to the image, as the environment `FOLDER`.
+    """Add packages to the image, with `MODEL`, as the environment `FOLDER`.
 
     Args:
         packages: as pip takes them, such as ``mini-swe-agent==2.4.6``.
@@ -33,6 +36,7 @@ def add_packages(packages: tuple[str, ...]) -> None:
         platforms = [f"--platform={platform}" for platform in _PLATFORMS]
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:")
         run_program(*pip, f"--python-version={version}", *platforms, f"--target={target}", *packages)
+        shutil.copy(MODEL, target)
         (environment / "pyvenv.cfg").write_text("home = /usr/bin\n")
         programs = environment / "bin"
         (target / "bin").rename(programs)

@@ -44,6 +44,15 @@ def test_the_prompt_names_the_tools(renderer: ChatRenderer) -> None:
     assert renderer.decode(renderer.render((ASK,)).token_ids).startswith("<|im_start|>user\n")
 
 
+def test_an_empty_message_of_the_system_is_none(renderer: ChatRenderer) -> None:
+    """A policy that was trained without such a message has the same prompt from an agent program that sends an empty one."""
+    empty, rule = Message("system", ""), Message("system", "Be short.")
+    prompt = renderer.render((ASK,), [TOOL]).token_ids
+    assert renderer.render((empty, ASK), [TOOL]).token_ids == prompt
+    text = renderer.decode(renderer.render((rule, ASK), [TOOL]).token_ids)
+    assert text.startswith("<|im_start|>system\nBe short.\nTools: python(code)<|im_end|>\n")
+
+
 def test_a_call_is_read_and_its_result_appended(renderer: ChatRenderer) -> None:
     """Layout: prompt | what was said <|im_end|> | newline, result turn, opener: nothing before changes."""
     prompt = renderer.render((ASK,), [TOOL]).token_ids
