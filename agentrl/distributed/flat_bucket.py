@@ -80,13 +80,18 @@ def serialize(flat: object, specs: Sequence[TensorSpec]) -> str:
 
 def serialize_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> str:
     """Return tensors as a bucket by value; see `serialize`."""
+    return serialize(*join_tensors(named))
+
+
+def join_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[torch.Tensor, tuple[TensorSpec, ...]]:
+    """Return copies of tensors in one block of uint8 bytes on the CPU, in the order of `order_by_alignment`, and their specs."""
     # Sharing a CPU tensor by file descriptor crashes SGLang's scheduler. A view would carry its whole storage.
     tensors = dict(named)
     specs = order_by_alignment([tensor_spec(*item) for item in tensors.items()])
     flat = torch.empty(total_bytes(*specs), dtype=torch.uint8)
     for name, view in views(specs, flat):
         view.copy_(tensors[name].detach())
-    return serialize(flat, specs)
+    return flat, specs
 
 
 def _power_of_two(spec: TensorSpec) -> int:

@@ -12,6 +12,8 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 if TYPE_CHECKING:
     import torch
 
+    from agentrl.distributed.sglang_loader.agentrl_weight_delta import RankEntries
+
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
@@ -81,11 +83,11 @@ class WeightUpdates(Protocol):
     ) -> None:
         """Load one bucket of weights by Hugging Face name; after the ``last`` one, ``version`` samples.
 
-        Each of the engine's ``ranks`` gets all of them.
+        Each of the engine's tensor-parallel ``ranks`` gets all of them: from the request, or from the first rank.
         """
         ...
 
-    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
+    async def from_changes(self, changes: RankEntries, version: int, *, last: bool, ranks: int = 1) -> None:
         """Load one bucket of changes, as `agentrl.distributed.sglang_loader.agentrl_weight_delta.serialize` returns them.
 
         Otherwise like `from_tensors`. An engine that has other weights than they are changes to refuses them, or ends.

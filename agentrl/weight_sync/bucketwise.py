@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.core.errors import EngineError
+from agentrl.distributed.sglang_loader import LOADERS
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.base import SyncedWeights, Transport
@@ -57,7 +58,13 @@ class BucketwiseSync(Transport):
 
 
 class TensorSync(BucketwiseSync):
-    """Transfers weights by value, which works between any two processes."""
+    """Transfers weights by value, which works between any two processes.
+
+    A bucket goes to an engine once: its first tensor-parallel rank broadcasts it to the others. Engines that the run has not
+    started may lack the loader for that; they get it once for each of these ranks.
+    """
+
+    engine_options = {"custom_weight_loader": [*LOADERS]}  # noqa: RUF012 - as declared by the base class
 
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int

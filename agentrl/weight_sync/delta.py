@@ -11,13 +11,15 @@ import torch
 from typing_extensions import override
 
 from agentrl.config.schema import Config
-from agentrl.distributed.sglang_loader import LOADER
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, encode, serialize
+from agentrl.distributed.sglang_loader import LOADERS
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, RankEntries, encode, serialize
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import call_all
+
+_NOTHING = RankEntries("", "")
 
 
 class DeltaSync(BucketwiseSync):
@@ -27,7 +29,7 @@ class DeltaSync(BucketwiseSync):
     refuse changes to weights of another name, and changes with another SHA-256 sum than was sent.
     """
 
-    engine_options = {"custom_weight_loader": [LOADER]}  # noqa: RUF012 - as declared by the base class
+    engine_options = {"custom_weight_loader": [*LOADERS]}  # noqa: RUF012 - as declared by the base class
 
     def __init__(self, options: TransportOptions) -> None:
         super().__init__(options)
@@ -97,19 +99,19 @@ class DeltaSync(BucketwiseSync):
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
-        def entry(changes: Changes, base: str | None) -> str:
+        def entries(changes: Changes, base: str | None) -> RankEntries:
             return serialize(changes, base=base, held=self._new, number=number - 1, last=bucket.last)
 
-        changed, everything, sizes = "", "", [0]
+        changed, everything, sizes = _NOTHING, _NOTHING, [0]
         if self._new != self._base:
             changes = await asyncio.to_thread(bucket.changes, self._base, self._new)
-            changed = await asyncio.to_thread(entry, changes, self._base)
+            changed = await asyncio.to_thread(entries, changes, self._base)
             sizes.append(len(changes.payload))
         if self._base is None:
             everything = changed
         elif self._wants_all:
             changes = await asyncio.to_thread(lambda: _encode_all(bucket.tensors()))
-            everything = await asyncio.to_thread(entry, changes, None)
+            everything = await asyncio.to_thread(entries, changes, None)
             sizes.append(len(changes.payload))
         self._bytes += max(sizes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl.config.sampler import SamplerConfig
+from agentrl.config.sampler import SamplerConfig, merge_options
 from agentrl.config.schema import Config
 from agentrl.core.errors import UserError
 from agentrl.core.registry import TRANSPORTS as GROUP
@@ -55,8 +55,15 @@ def for_transport(config: Config) -> Config:
 
 
 def with_engine_options(sampler: SamplerConfig, transport: str) -> SamplerConfig:
-    """Return the configuration of engines that are started with the options that a transport needs."""
-    options = transport_class(transport).engine_options
+    """Return the configuration of engines that are started with the options that a transport needs.
+
+    Lists, such as that of custom weight loaders, are added to those of ``sampler.sglang``.
+    """
+    options = dict(transport_class(transport).engine_options)
     if not options or not sampler.uses_sglang:
         return sampler
-    return sampler.model_copy(update={"sglang": sampler.sglang | dict(options)})
+    for name, value in options.items():
+        configured = sampler.sglang_option(name)
+        if isinstance(value, list) and isinstance(configured, list):
+            options[name] = [*configured, *(item for item in value if item not in configured)]
+    return sampler.model_copy(update={"sglang": merge_options(sampler.sglang, options)})

@@ -121,7 +121,7 @@ def write_case(folder: Path, family: str) -> None:
             }
         for number, bucket in enumerate(learner.buckets(1 << 16, DTYPE)):
             changes = bucket.changes(base, version)
-            lines.append(serialize(changes, base=base, held=version, number=number, last=bucket.last))
+            lines.append(serialize(changes, base=base, held=version, number=number, last=bucket.last).first)
     (folder / "changes").write_text("\n".join(lines))
     write_float8(plain, folder / "changed", changing, quantization)
 

@@ -80,7 +80,9 @@ def write_job(folder: Path, tiny: Tiny, weights: WeightExporter, rows: list[list
 
     def entries(base: str | None, version: str, size: int) -> Iterator[str]:
         for number, bucket in enumerate(weights.buckets(size)):
-            yield serialize(bucket.changes(base, version), base=base, held=version, number=number, last=bucket.last)
+            yield serialize(
+                bucket.changes(base, version), base=base, held=version, number=number, last=bucket.last
+            ).first
 
     sizes = bucket_sizes(weights)
     first = [[*entries(None, "a", sizes[0])]]

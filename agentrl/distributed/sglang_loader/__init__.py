@@ -1,8 +1,12 @@
-"""The folder of SGLang's custom weight loader for changes of weights."""
+"""The folder of SGLang's custom weight loaders: of changes of weights, and of weights that one rank of an engine receives."""
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-"""Is on the module path of the SGLang that takes changes."""
+"""Is on the module path of the SGLang that uses them."""
 LOADER = "agentrl_weight_delta.load"
-"""Name of the loader in SGLang, and ``load_format`` of its requests."""
+"""Name of the loader of changes in SGLang, and ``load_format`` of its requests."""
+BUCKET_LOADER = "agentrl_weight_delta.load_bucket"
+"""That of weights whose body only the first tensor-parallel rank of an engine receives."""
+LOADERS = (LOADER, BUCKET_LOADER)
+"""Names of all loaders."""

@@ -1,7 +1,10 @@
-"""Changes of weights: their encoding, and SGLang's custom weight loader that applies them.
+"""Changes of weights: their encoding, and SGLang's custom weight loader that applies them; and a loader of whole weights.
 
 SGLang imports this file by itself (``--custom-weight-loader agentrl_weight_delta.load``), from the folder in which it is: it
 may import nothing of agentrl.
+
+SGLang passes an entry of the request to each tensor-parallel rank of an engine. Only the first rank's entry has the payload
+of a bucket: that rank broadcasts it to the others, over the links between the engine's GPUs (`RankEntries`).
 
 A bucket of changes is a header and a payload of bytes. Of each weight the payload has the changed numbers, and where they are:
 the count of unchanged ones before each, in a byte. The byte 255 stands for 255 unchanged numbers, and the count goes on in the
@@ -17,9 +20,10 @@ import math
 import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _SKIP = 255
@@ -60,6 +64,20 @@ class Changes:
 
 EncodedWeight = tuple[Part, list[torch.Tensor]]
 """The changes of a weight, and the pieces of their payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankEntries:
+    """A bucket as entries of SGLang's ``serialized_named_tensors``. Example: ``RankEntries("gASV…", "gASV…")``."""
+
+    first: str
+    """Of an engine's first tensor-parallel rank: header and payload."""
+    header_only: str
+    """Of each further rank: the header alone."""
+
+    def by_rank(self, ranks: int) -> list[str]:
+        """Return the entries of an engine of so many tensor-parallel ranks."""
+        return [self.first, *[self.header_only] * (ranks - 1)]
 
 
 def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> EncodedWeight:
@@ -128,8 +146,28 @@ def read(parts: Sequence[Part], payload: torch.Tensor) -> list[tuple[Part, torch
     return decoded
 
 
-def serialize(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> str:
-    """Return a bucket of changes as an entry of SGLang's ``serialized_named_tensors``.
+class _Header(TypedDict, total=False):
+    """What each rank reads of a bucket. One of changes has all but ``weights``, one of whole weights these and ``bytes``."""
+
+    bytes: int
+    weights: list[tuple[str, str, list[int]]]
+    base: str | None
+    held: str
+    number: int
+    last: bool
+    sha256: str
+    parts: list[tuple[str, str, list[int], int | None, int]]
+
+
+class _LoadsWeights(Protocol):
+    """SGLang's model."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Load whole weights by Hugging Face name."""
+
+
+def serialize(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> RankEntries:
+    """Return a bucket of changes as entries of SGLang's ``serialized_named_tensors``.
 
     Args:
         changes: of the bucket.
@@ -138,16 +176,57 @@ def serialize(changes: Changes, *, base: str | None, held: str, number: int, las
         number: of the bucket, from 0.
         last: whether no bucket follows.
     """
-    header = {
+    header: _Header = {
         "base": base,
         "held": held,
         "number": number,
         "last": last,
         "sha256": hashlib.sha256(changes.payload.numpy().data).hexdigest(),
-        "parts": [[part.name, part.dtype, part.shape, part.places, part.changed] for part in changes.parts],
+        "parts": [(part.name, part.dtype, [*part.shape], part.places, part.changed) for part in changes.parts],
     }
-    encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    return base64.b64encode(pickle.dumps([("header", encoded), ("payload", changes.payload)])).decode()
+    return _entries(header, changes.payload)
+
+
+def serialize_bucket(flat: torch.Tensor, weights: Sequence[tuple[str, str, Sequence[int]]]) -> RankEntries:
+    """Return a bucket of whole weights as entries of SGLang's ``serialized_named_tensors``; see `load_bucket`.
+
+    Args:
+        flat: uint8 bytes of all weights on the CPU, without padding.
+        weights: name, dtype and shape of each, in the order of ``flat``. None begins where its dtype cannot.
+    """
+    return _entries({"weights": [(name, dtype, [*shape]) for name, dtype, shape in weights]}, flat)
+
+
+def _entries(header: _Header, payload: torch.Tensor) -> RankEntries:
+    text = json.dumps({**header, "bytes": len(payload)})
+    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    first, header_only = (
+        base64.b64encode(pickle.dumps([("header", encoded), ("payload", rank_payload)])).decode()
+        for rank_payload in (payload, payload.new_empty(0))
+    )
+    return RankEntries(first, header_only)
+
+
+def _decode(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor]:
+    """Return header and payload of a rank's entry."""
+    tensors = dict(named)
+    header: _Header = json.loads(tensors["header"].cpu().numpy().tobytes())
+    return header, tensors["payload"]
+
+
+def _share_payload(named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
+    """Return the entry of a rank of an engine with the payload that the engine's first tensor-parallel rank has received."""
+    header, payload = _decode(named)
+    if not (dist.is_available() and dist.is_initialized() and header["bytes"]):
+        return named
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size > 1:
+        if group.rank_in_group:
+            payload = payload.new_empty(header["bytes"])
+        dist.broadcast(payload, src=group.ranks[0], group=group.device_group)
+    return [("header", dict(named)["header"]), ("payload", payload)]
 
 
 class ReceivedWeights:
@@ -166,9 +245,7 @@ class ReceivedWeights:
         Raises:
             WeightChangesError: it is damaged, or of other weights than are held.
         """
-        tensors = dict(named)
-        header = json.loads(tensors["header"].cpu().numpy().tobytes())
-        payload = tensors["payload"]
+        header, payload = _decode(named)
         if hashlib.sha256(payload.cpu().numpy().data).hexdigest() != header["sha256"]:
             raise WeightChangesError("the changes of weights are damaged: they have another SHA-256 sum than was sent")
         base = header["base"] if header["number"] == 0 else _partial(header["held"], header["number"])
@@ -177,7 +254,9 @@ class ReceivedWeights:
                 f"the changes are to the weights {base}, and here are {self.name}: send all weights first"
             )
         self.name = None
-        parts = [Part(name, dtype, tuple(shape), *sizes) for name, dtype, shape, *sizes in header["parts"]]
+        parts = [
+            Part(name, dtype, tuple(shape), places, changed) for name, dtype, shape, places, changed in header["parts"]
+        ]
         new_name = header["held"] if header["last"] else _partial(header["held"], header["number"] + 1)
         return read(parts, payload), new_name
 
@@ -197,7 +276,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """
     received = getattr(model, _HELD, None) or ReceivedWeights()
     setattr(model, _HELD, received)
-    changes, new_name = received.receive(named_tensors)
+    changes, new_name = received.receive(_share_payload(named_tensors))
     with _Masked(model.parameters()):
         model.load_weights((change[0].name, _fill_with_nan(*change)) for change in changes)
     broken = [_is_nan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
@@ -206,6 +285,18 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             "this model does not load weights by copies into its parameters: set weights.transport=tensor"
         )
     received.name = new_name
+
+
+def load_bucket(model: _LoadsWeights, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Load a bucket of whole weights into an SGLang model, as SGLang's ``flattened_bucket`` does: a custom weight loader."""
+    header, payload = _decode(_share_payload(named_tensors))
+    weights, at = [], 0
+    for name, dtype_name, shape in header["weights"]:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        end = at + math.prod(shape) * dtype.itemsize
+        weights.append((name, payload[at:end].view(dtype).view(shape)))
+        at = end
+    model.load_weights(weights)
 
 
 def _fill_with_nan(part: Part, indices: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import LOAD_FORMAT, TensorSpec, WeightGroup
-from agentrl.distributed.sglang_loader import FOLDER, LOADER
+from agentrl.distributed.sglang_loader import BUCKET_LOADER, FOLDER, LOADER
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.adapters import SGLangAdapters
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
@@ -19,6 +19,8 @@ from agentrl.inference.client.engine_state import RequestsInProgress
 
 if TYPE_CHECKING:
     import torch
+
+    from agentrl.distributed.sglang_loader.agentrl_weight_delta import RankEntries
 
 
 _TOUCHED = ("Failed to update weights", "cache was not flushed")
@@ -77,8 +79,8 @@ class SGLangWeightUpdates:
         self._in_progress = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
-        self._takes_changes = False
-        """The engine has reported that it has the loader of changes."""
+        self._loaders: frozenset[str] | None = None
+        """The custom weight loaders that the engine has reported; None: it was not asked."""
         self._changed = False
         """The update in progress may have changed weights."""
         self._unfit: str | None = None
@@ -184,26 +186,36 @@ class SGLangWeightUpdates:
         self, named: Sequence[tuple[str, torch.Tensor]], version: int, *, last: bool, ranks: int = 1
     ) -> None:
         """Load one bucket of weights from the request."""
-        from agentrl.distributed.flat_bucket import serialize_tensors
+        from agentrl.distributed.flat_bucket import join_tensors, serialize
+        from agentrl.distributed.sglang_loader.agentrl_weight_delta import serialize_bucket
 
-        # SGLang's ranks each read an entry.
-        entries = [serialize_tensors(named)] * ranks
-        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": entries}
+        flat, specs = join_tensors(named)
+        if ranks > 1 and BUCKET_LOADER in await self._reported_loaders():
+            bucket = serialize_bucket(flat, [(spec.name, spec.dtype, spec.shape) for spec in specs])
+            load_format, entries = BUCKET_LOADER, bucket.by_rank(ranks)
+        else:
+            # SGLang's own loader has each rank read an entry.
+            load_format, entries = LOAD_FORMAT, [serialize(flat, specs)] * ranks
+        body: dict[str, Any] = {"load_format": load_format, "serialized_named_tensors": entries}
         await self._bucket("/update_weights_from_tensor", body, version, last=last)
 
-    async def from_changes(self, changes: str, version: int, *, last: bool, ranks: int = 1) -> None:
+    async def from_changes(self, changes: RankEntries, version: int, *, last: bool, ranks: int = 1) -> None:
         """Load one bucket of changes of weights."""
-        if not self._takes_changes:
-            info = await self._control.call("/server_info", None)
-            if not isinstance(info, dict) or LOADER not in (info.get("custom_weight_loader") or []):
-                raise EngineError(
-                    f"the engine at {self._control.url} does not take changes of weights: start it with "
-                    f"--custom-weight-loader {LOADER} and PYTHONPATH={FOLDER}, or set weights.transport=tensor"
-                )
-            self._takes_changes = True
-        body: dict[str, Any] = {"load_format": LOADER, "serialized_named_tensors": [changes] * ranks}
+        if LOADER not in await self._reported_loaders():
+            self._loaders = None  # another engine may be started at its address
+            raise EngineError(
+                f"the engine at {self._control.url} does not take changes of weights: start it with "
+                f"--custom-weight-loader {LOADER} and PYTHONPATH={FOLDER}, or set weights.transport=tensor"
+            )
+        body: dict[str, Any] = {"load_format": LOADER, "serialized_named_tensors": changes.by_rank(ranks)}
         # Sent a second time, they would be changes to other weights.
         await self._bucket("/update_weights_from_tensor", body, version, last=last, once=True)
+
+    async def _reported_loaders(self) -> frozenset[str]:
+        if self._loaders is None:
+            info = await self._control.call("/server_info", None)
+            self._loaders = frozenset((info.get("custom_weight_loader") if isinstance(info, dict) else None) or ())
+        return self._loaders
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs, one handle a rank."""

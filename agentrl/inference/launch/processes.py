@@ -19,7 +19,7 @@ import psutil
 from agentrl.config.sampler import EmbeddedConfig
 from agentrl.core.child_process import LOOPBACK, ChildProcess, is_healthy, reserve_port
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
-from agentrl.distributed.sglang_loader import FOLDER, LOADER
+from agentrl.distributed.sglang_loader import FOLDER, LOADERS
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
 from agentrl.inference.launch.kept_engines import KeptChild
@@ -274,7 +274,7 @@ def _flags_and_environment(
             env |= cpu_sglang.environment()
             flags |= _with_dashes(cpu_sglang.OPTIONS)
     flags |= _with_dashes(options)
-    if LOADER in (flags.get("custom-weight-loader") or []):
+    if set(LOADERS) & set(flags.get("custom-weight-loader") or []):
         env["PYTHONPATH"] = _with_loader(env.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
     return flags, env
 

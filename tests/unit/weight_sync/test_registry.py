@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.config.load import load_config
+from agentrl.distributed.sglang_loader import LOADERS
 from agentrl.testing import ContractError, FakeEngine, check_transport
 from agentrl.weight_sync.base import SyncedWeights
 from agentrl.weight_sync.bucketwise import TensorSync
@@ -146,6 +147,10 @@ def test_what_is_no_transport_is_refused(name: str, why: str) -> None:
 
 def test_engines_of_a_run_are_started_for_their_transport() -> None:
     delta = load_config(None, [*GPU, "weights.transport=delta"])
-    assert for_transport(delta).sampler.sglang == {"custom_weight_loader": ["agentrl_weight_delta.load"]}
-    for settings in (["weights.transport=delta"], GPU):
+    loaders = {"custom_weight_loader": [*LOADERS]}
+    assert for_transport(delta).sampler.sglang == loaders
+    assert for_transport(load_config(None, GPU)).sampler.sglang == loaders, "that of weights.transport=tensor"
+    own = load_config(None, [*GPU, "sampler.sglang={custom_weight_loader: [mine.load]}"])
+    assert for_transport(own).sampler.sglang == {"custom_weight_loader": ["mine.load", *LOADERS]}
+    for settings in (["weights.transport=delta"], [*GPU, "weights.transport=disk"]):
         assert for_transport(load_config(None, settings)).sampler.sglang == {}

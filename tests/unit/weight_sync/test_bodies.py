@@ -1,0 +1,189 @@
+"""What weight sync by value sends over HTTP: a bucket's body once to each engine, not once to each of its ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+import torch
+import torch.distributed as dist
+
+from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS
+from agentrl.distributed.sglang_loader.agentrl_weight_delta import load, load_bucket
+from agentrl.inference.client.control import ControlEndpoint
+from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
+from agentrl.inference.embedded.weights import read_bucket, read_named
+from agentrl.learner.base import WeightBucket
+from agentrl.learner.export import NamedTensors, WeightExporter
+from agentrl.weight_sync.base import TransportOptions
+from agentrl.weight_sync.registry import make_transport
+from tests.integration.rank_processes import run_ranks
+from tests.unit.inference.fake_http import FakeReply, replying
+
+WEIGHTS = {
+    "embed": torch.randn(40, 16).to(torch.bfloat16),
+    "scale": torch.randn(3),
+    **{f"layers.{number}": torch.randn(32, 16) for number in range(20)},
+}
+VALUES = sum(weight.nbytes for weight in WEIGHTS.values())
+
+
+class CountingEngine:
+    """An SGLang engine of several tensor-parallel ranks: counts the bytes of the buckets that it gets, and keeps them."""
+
+    number = 0
+
+    def __init__(self, ranks: int, loaders: tuple[str, ...] = LOADERS) -> None:
+        self.url = f"http://engine-of-{ranks}"
+        self.info = {"tp_size": ranks, "custom_weight_loader": [*loaders]}
+        self.bytes = 0
+        self.buckets: list[dict[str, Any]] = []
+        control = ControlEndpoint(self)  # type: ignore[arg-type]
+        self.updates = SGLangWeightUpdates(control, paused=lambda: True, keeps_requests=lambda: False)
+        self.groups = SGLangWeightGroups(control)
+
+    def request(
+        self, method: str, path: str, body: Any = None, *, once: bool = False
+    ) -> AbstractAsyncContextManager[FakeReply]:
+        return replying(self._answer(path, body))
+
+    async def _answer(self, path: str, body: Any) -> Any:
+        if path == "/server_info":
+            return self.info
+        if path == "/update_weights_from_tensor":
+            self.bytes += len(orjson.dumps(body))
+            self.buckets.append(body)
+        return {"success": True}
+
+
+class SenderLearner(WeightExporter):
+    """Has buckets of two senders, each with half of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__(NamedTensors(WEIGHTS))
+        halves = [
+            {name: weight for name, weight in WEIGHTS.items() if (name > "layers.2") == second} for second in (0, 1)
+        ]
+        self.senders = [WeightExporter(NamedTensors(half)) for half in halves]
+
+    def buckets_by_sender(self, bucket_bytes: int, dtype: str | None = None) -> Iterator[WeightBucket]:
+        for sender in self.senders:
+            for bucket in sender.buckets(bucket_bytes, dtype):
+                bucket.last = bucket.last and sender is self.senders[-1]
+                yield bucket
+
+
+def sync(transport: str, engines: list[CountingEngine], folder: Path, learner: WeightExporter | None = None) -> None:
+    options = TransportOptions(bucket_bytes=8192, folder=folder, check="none")
+    asyncio.run(
+        make_transport(transport, options).sync_weights(
+            learner or WeightExporter(NamedTensors(WEIGHTS)),
+            engines,  # type: ignore[arg-type]
+            3,
+        )
+    )
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+def test_an_engine_gets_each_weight_once_whatever_the_number_of_its_ranks(transport: str, tmp_path: Path) -> None:
+    engines = [CountingEngine(1), CountingEngine(8), CountingEngine(8)]
+    sync(transport, engines, tmp_path)
+    single, *tensor_parallel = (engine.bytes for engine in engines)
+    as_base64 = VALUES * 4 / 3
+    assert as_base64 < single < 1.3 * as_base64
+    for engine in engines[1:]:
+        headers = sum(len(entry) for bucket in engine.buckets for entry in bucket["serialized_named_tensors"][1:])
+        assert as_base64 < engine.bytes - headers < 1.3 * as_base64
+        assert all(len(bucket["serialized_named_tensors"]) == 8 for bucket in engine.buckets)
+    assert tensor_parallel[0] == tensor_parallel[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_weights_of_several_senders_go_once_to_an_engine(ranks: int, tmp_path: Path) -> None:
+    engine, names = CountingEngine(ranks), list[str]()
+
+    class Model:
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            names.extend(name for name, _ in weights)
+
+    sync("tensor", [engine], tmp_path, SenderLearner())
+    bodies = [bucket["serialized_named_tensors"] for bucket in engine.buckets]
+    assert sum(len(body[0]) for body in bodies) < 1.3 * VALUES * 4 / 3
+    for body in bodies:
+        if ranks == 1:
+            names += [name for name, _ in read_bucket(body)]
+        else:
+            load_bucket(Model(), read_named(body))
+    assert sorted(names) == sorted(WEIGHTS)
+
+
+def test_the_first_rank_of_an_engine_loads_the_weights_that_were_sent(tmp_path: Path) -> None:
+    engine, loaded = CountingEngine(4), dict[str, torch.Tensor]()
+
+    class Model:
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            loaded.update(weights)
+
+    sync("tensor", [engine], tmp_path)
+    for bucket in engine.buckets:
+        assert bucket["load_format"] == BUCKET_LOADER
+        load_bucket(Model(), read_named(bucket["serialized_named_tensors"]))
+    assert loaded.keys() == WEIGHTS.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in WEIGHTS.items())
+
+
+@pytest.mark.parametrize("loaders", [(), (LOADER,)])
+def test_an_engine_without_the_loader_gets_an_entry_for_each_rank(loaders: tuple[str, ...], tmp_path: Path) -> None:
+    engine = CountingEngine(4, loaders)
+    sync("tensor", [engine], tmp_path)
+    assert engine.bytes > 4 * VALUES * 4 / 3
+    for bucket in engine.buckets:
+        [first, *other_entries] = bucket["serialized_named_tensors"]
+        assert (bucket["load_format"], other_entries) == ("flattened_bucket", [first] * 3)
+
+
+def load_entries() -> int:
+    """Be one of two tensor-parallel ranks of an engine: load the entries of this rank, and check that all weights came."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
+    group = SimpleNamespace(world_size=2, rank_in_group=rank, ranks=[0, 1], device_group=dist.group.WORLD)
+    distributed = ModuleType("sglang.srt.distributed")
+    distributed.get_tp_group = lambda: group  # type: ignore[attr-defined]
+    sys.modules |= {name: ModuleType(name) for name in ("sglang", "sglang.srt")} | {distributed.__name__: distributed}
+    learned, loaded = torch.load(folder / "weights.pt"), dict[str, torch.Tensor]()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameter = torch.nn.Parameter(torch.zeros(1))
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            loaded.update(weights)
+
+    for load_format, load_entry in ((BUCKET_LOADER, load_bucket), (LOADER, load)):
+        model = Model()
+        loaded.clear()
+        for bucket in orjson.loads((folder / f"{load_format}.json").read_bytes()):
+            assert bucket["load_format"] == load_format
+            load_entry(model, read_named([bucket["serialized_named_tensors"][rank]]))
+        assert loaded.keys() == learned.keys()
+        assert all(torch.equal(loaded[name], weight) for name, weight in learned.items())
+    dist.destroy_process_group()
+    return 0
+
+
+def test_all_ranks_load_what_the_first_has_received(tmp_path: Path) -> None:
+    torch.save(WEIGHTS, tmp_path / "weights.pt")
+    for transport, load_format in (("tensor", BUCKET_LOADER), ("delta", LOADER)):
+        engine = CountingEngine(2)
+        sync(transport, [engine], tmp_path)
+        assert len(engine.buckets) > 2
+        (tmp_path / f"{load_format}.json").write_bytes(orjson.dumps(engine.buckets))
+    run_ranks(f"{__name__}:load_entries", tmp_path, 2, timeout_s=60)
