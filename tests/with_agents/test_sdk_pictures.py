@@ -115,10 +115,10 @@ def messages():
 """
 
 
-@pytest.fixture(scope="module")
-def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("engine") / "engine.log"
-    engine = launch_embedded(WARM, EmbeddedConfig(slots=1, context=512, threads=1), log=log)
+@pytest.fixture
+def engine_url(bin_folder: Path, tmp_path: Path) -> Iterator[str]:
+    """An engine with the policy, in the network of the programs."""
+    engine = launch_embedded(WARM, EmbeddedConfig(slots=1, context=512, threads=1), log=tmp_path / "engine.log")
     yield engine.url
     engine.stop()
 
