@@ -20,10 +20,12 @@ from agentrl.gateway.dialects.chat_completions import ContentPart, read_content
 TASK_BYTES = 2**20
 """Bytes of the largest task of an application, without its images: it is recorded with each rollout."""
 IMAGE_BYTES = 16 * 2**20
-"""Bytes of all images of a task: it is in memory as long as its group."""
+"""Bytes of all images of a task: they are in memory as long as its group is remembered."""
 _NAME_CHARACTERS = 500
 _COMPLETE = 1024
 """Complete groups that are remembered for retries of their episodes."""
+COMPLETE_IMAGE_BYTES = 256 * 2**20
+"""Bytes of the images of their tasks; the oldest groups with more are forgotten."""
 
 
 class _PromptMessage(msgspec.Struct):
@@ -91,6 +93,12 @@ class TaskGroup:
     settled: set[str] = field(default_factory=set)
     """Ids of the episodes that were taken or have ended without a session."""
 
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the images of its task."""
+        messages = () if self.task is None else self.task.prompt
+        return sum(len(image.data) for message in messages for image in message.images)
+
 
 class TaskGroups:
     """The groups of the application's tasks, in a run."""
@@ -117,7 +125,7 @@ class TaskGroups:
         if key not in self._groups:
             if episode.attempt:
                 raise AgentProgramError(
-                    f"the task of {episode.rollout_id} is forgotten, after {_COMPLETE} others; it cannot be retried"
+                    f"the task of {episode.rollout_id} is forgotten, after up to {_COMPLETE} others; it cannot be retried"
                 )
             self._groups[key] = TaskGroup(key, source, samples)
         return self._groups[key]
@@ -147,5 +155,6 @@ class TaskGroups:
             return
         self._incomplete.pop((group.source, group.name), None)
         self._complete.append(group.key)
-        if len(self._complete) > _COMPLETE:
-            del self._groups[self._complete.popleft()]
+        image_bytes = sum(self._groups[key].image_bytes for key in self._complete)
+        while len(self._complete) > _COMPLETE or (len(self._complete) > 1 and image_bytes > COMPLETE_IMAGE_BYTES):
+            image_bytes -= self._groups.pop(self._complete.popleft()).image_bytes

@@ -10,14 +10,14 @@ import httpx
 import pytest
 from PIL import Image as pil
 
-from agentrl import Rollout
+from agentrl import Rollout, Task
 from agentrl.config.agent import AgentConfig
 from agentrl.config.checks import check
 from agentrl.config.load import load_config
 from agentrl.config.rollout import FailureConfig
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import AgentProgramError, ConfigError
 from agentrl.core.images import load_image
 from agentrl.core.types import FailureKind, SamplingParams
 from agentrl.data.application_tasks import APPLICATION_TASK, ApplicationTasks
@@ -27,8 +27,12 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.episode.state import EpisodeState
+from agentrl.gateway import application_groups
 from agentrl.gateway.agents_elsewhere import AgentElsewhere, AgentsElsewhere
+from agentrl.gateway.application_groups import TaskBody
 from agentrl.gateway.client import AgentClient, AgentSession
+from agentrl.gateway.dialects.base import convert
 from agentrl.models.resolve import resolve_model
 from agentrl.obs.waiting import WaitRegistry
 from agentrl.render.registry import load_renderer
@@ -248,6 +252,23 @@ def test_a_task_of_an_application_has_pictures_that_its_program_sends() -> None:
         [row] = rollout.rows
         assert [span.digest for span in row.images] == [red.digest]
         assert rollout.images == {red.digest: red}
+
+
+def test_groups_with_many_bytes_of_pictures_are_forgotten_once_they_are_complete(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    red = load_image(pil.new("RGB", (16, 16), "red"))
+    monkeypatch.setattr(application_groups, "COMPLETE_IMAGE_BYTES", 2 * len(red.data))
+    groups = application_groups.TaskGroups()
+    body = convert({"id": "x", "prompt": [{"role": "user", "content": [picture_part(red.data_url)]}]}, TaskBody)
+    for number in range(3):
+        group = groups.find(EpisodeState(f"1/{number}/0", 0), "", 1)
+        groups.begin(group, Task(f"application-{number}", (), metadata={APPLICATION_TASK: ""}), body)
+        groups.settle(group, f"1/{number}/0")
+    retries = [EpisodeState(f"1/{number}/0", 0, attempt=1) for number in range(3)]
+    with pytest.raises(AgentProgramError, match="forgotten"):
+        groups.find(retries[0], "", 1)
+    assert all(groups.find(retry, "", 1).image_bytes == len(red.data) for retry in retries[1:])
 
 
 def test_the_client_brings_tasks_and_waits_as_long_as_it_is_told(renderer: ChatRenderer) -> None:
