@@ -8,6 +8,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +39,7 @@ from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.learner.base import LearnerGroup, RowLogprobs
 from agentrl.learner.registry import make_backend
 from agentrl.models.module_outputs import ModuleOutputs
+from agentrl.models.tensor_dump import read_dump
 from agentrl.render.renderer import ChatRenderer
 from agentrl.runtime.engine_gap import GapBand, TokenGap, token_gap
 from agentrl.train.reference_pass import first_difference, reference_pass
@@ -66,6 +68,7 @@ _MAX_TOKENS = 1024
 _ANSWER_TOKENS = 32
 """Most tokens that an engine samples after a conversation."""
 _REQUEST_S = 120.0
+_DUMP_OPTION = "debug_tensor_dump_output_folder"
 _GONE = 0.1
 """What is left of a gap that has gone; the tokens are those of the engine as it was, so the limits do not hold of them."""
 
@@ -217,6 +220,8 @@ class SGLangClients(EngineClients):
     vocabulary: Vocabulary
     reports_modules: bool = False
     """Whether the engines report outputs of modules, as the embedded one does."""
+    dump_folder: Path | None = None
+    """Where engines of SGLang write outputs of modules (``sampler.sglang.debug_tensor_dump_output_folder``)."""
 
     def sampler(self, engine: EngineControl) -> SGLangClient:
         """Return a client that samples."""
@@ -234,7 +239,16 @@ class SGLangClients(EngineClients):
         )
 
     async def module_outputs(self, engine: EngineControl, token_ids: Sequence[int]) -> ModuleOutputs:
-        """Return the outputs of modules, of engines that report them."""
+        """Return the outputs of modules, of engines that report or write them."""
+        if self.dump_folder is not None:
+            scorer = self.scorer(engine)
+            try:
+                await engine.flush()  # a cached prefix would not be computed
+                await scorer.score(token_ids, 1)
+            finally:
+                await scorer.aclose()
+            ranks = await engine.groups.ranks()
+            return await asyncio.to_thread(partial(read_dump, self.dump_folder, token_ids, tensor_ranks=ranks))
         if not self.reports_modules:
             return {}
         http = EngineHttp(engine.url, _REQUEST_S)
@@ -292,7 +306,12 @@ class FirstSyncCheck:
             pad_id=renderer.pad_token_id,
         )
         prompts = turn_prompts(renderer, max_tokens, config.run.seed)
-        clients = SGLangClients(vocabulary, reports_modules=not config.sampler.uses_sglang)
+        dump_folder = config.sampler.sglang_option(_DUMP_OPTION) if config.sampler.uses_sglang else None
+        clients = SGLangClients(
+            vocabulary,
+            reports_modules=not config.sampler.uses_sglang,
+            dump_folder=Path(str(dump_folder)) if dump_folder else None,
+        )
         return cls(prompts, packing, band, clients, resend, folder, dtype == "float32")
 
     async def sample(self, engines: Sequence[EngineControl]) -> None:
@@ -421,7 +440,7 @@ class FirstSyncCheck:
         of_engine = token_gap(reference.logprobs, scores[worst]).mean
         module = (
             first_difference(outputs, reference.outputs, is_float32=self.is_float32)
-            or "no outputs of modules to compare"
+            or f"no outputs of modules to compare (SGLang writes them: sampler.sglang.{_DUMP_OPTION}, and disable_cuda_graph)"
         )
         distances = f"k3 {of_learner:.2g} to the learner, {of_engine:.2g} to the engine"
         if of_engine > of_learner:
