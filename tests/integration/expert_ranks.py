@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,9 @@ class Found:
     """Of each fused weight of experts, how many experts this rank computes, and how many it keeps."""
 
 
-def learner_config(**options: object) -> LearnerConfig:
-    """Return the configuration of a learner whose steps clip gradients."""
-    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.5, eps=1e-5)
+def learner_config(*, state: Literal["float32", "8bit"] = "float32", **options: object) -> LearnerConfig:
+    """Return the configuration of a learner whose steps clip gradients, with an optimizer ``state``."""
+    optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=0.5, eps=1e-5, state=state)
     options = {"precision": "float32", "device": "cpu", "threads": 1} | options
     return LearnerConfig(**options, optimizer=optimizer)
 
@@ -106,6 +107,31 @@ def compute(folder: Path, name: str, case: tuple[int, str, Mapping[str, object]]
     rank.load(folder / f"one {family}")
     metrics.append(step(1))
     return found
+
+
+def resume_8bit() -> int:
+    """Take two steps with 8-bit moments; take the second one again from a checkpoint without a Hugging Face folder.
+
+    Arguments as for `main`; the model is in ``qwen3_moe``. Both ranks compare the steps, and rank 0 writes the metrics.
+    """
+    folder, number = Path(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=number, world_size=2)
+    config = learner_config(ranks=2, state="8bit", save_hf=False, **EP2)
+    options = RankOptions(folder / "qwen3_moe", config, make_algo(), device=torch.device("cpu"), seed=0)
+    first, second = (replace(batch, micro=(batch.micro[number],)) for batch in (batch_of(2, 0), batch_of(2, 1)))
+    rank = FsdpRank(options)
+    metrics = [rank.train_step(first)]
+    rank.save(folder / "checkpoint")
+    rank.finish_save()
+    metrics.append(rank.train_step(second))
+    expected, resumed = weights_of(rank, 1 << 40), FsdpRank(options)
+    resumed.load(folder / "checkpoint")
+    assert resumed.train_step(second) == metrics[1]
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights_of(resumed, 1 << 40).items())
+    if number == 0:
+        torch.save((metrics, expected), folder / "found.pt")
+    dist.destroy_process_group()
+    return 0
 
 
 def main() -> int:

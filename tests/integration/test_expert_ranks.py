@@ -84,3 +84,23 @@ def test_ranks_with_different_experts_learn_what_one_rank_learns(name: str, fold
 @pytest.mark.long
 def test_other_layouts_learn_what_one_rank_learns(tmp_path: Path) -> None:
     check(tmp_path, LONG)
+
+
+@pytest.mark.long
+def test_ranks_with_8bit_moments_resume_from_checkpoints_without_a_hugging_face_folder(tmp_path: Path) -> None:
+    """Bit for bit with two ranks; one rank goes on from the same files, with other roundings of the moments."""
+    make_model(tmp_path / "qwen3_moe", "qwen3_moe", num_hidden_layers=2)
+    run_ranks("tests.integration.expert_ranks:resume_8bit", tmp_path, 2, timeout_s=200)
+    assert not list((tmp_path / "checkpoint").rglob("*.safetensors"))
+    metrics, weights = torch.load(tmp_path / "found.pt", weights_only=False)
+    config = learner_config(state="8bit", save_hf=False)
+    learner = LocalLearnerGroup(tmp_path / "qwen3_moe", config, make_algo(), seed=0)
+    before = learner.train_step(batch_of(1, 0))
+    learner.load(tmp_path / "checkpoint")
+    after = learner.train_step(batch_of(1, 1))
+    for actual, expected in zip((before, after), metrics, strict=True):
+        assert actual["train/loss"] == pytest.approx(expected["train/loss"], rel=1e-5, abs=1e-6)
+        assert actual["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-2)
+    steps = torch.cat([(weight - weights[name]).flatten() for name, weight in tensors(learner).items()])
+    assert float(steps.abs().mean()) < 0.1 * learner_config().optimizer.fixed_lr
+    learner.close()
