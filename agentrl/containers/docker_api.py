@@ -120,11 +120,19 @@ class ContainerSummary(TypedDict):
     """What is mounted in it."""
 
 
+class RootFS(TypedDict, total=False):
+    """The file system of an image."""
+
+    Layers: list[str]
+    """Hashes of its layers, those of the image that it was built from first."""
+
+
 class ImageDetails(TypedDict):
     """An image."""
 
     Id: str
     Config: dict[str, object]
+    RootFS: RootFS
 
 
 class ImageSummary(TypedDict):

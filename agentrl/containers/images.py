@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from docker.errors import APIError, ImageNotFound
@@ -17,6 +18,8 @@ from docker.errors import APIError, ImageNotFound
 from agentrl.config.containers import ContainersConfig
 from agentrl.containers.build_process import BuildRequest, context_files
 from agentrl.containers.daemon import DaemonClient, message
+from agentrl.containers.docker_api import ImageDetails
+from agentrl.containers.dockerfile import Dockerfile
 from agentrl.containers.spec import BuildSpec
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 
@@ -64,21 +67,44 @@ class Images:
         if image is None:
             assert build is not None, "MachineSpec has an image or a build"
             image = await asyncio.to_thread(build_tag, build)
-        if (image_id := await self.find(image)) is not None:
+            find = partial(self._find_built, image, build)
+            make = partial(self._build, image, build, progress)
+        else:
+            find = partial(self.find, image)
+            make = partial(self._pull, image, progress)
+        if (image_id := await find()) is not None:
             return image_id
         if (task := self._pending.get(image)) is None:
-            make = self._pull(image, progress) if build is None else self._build(image, build, progress)
-            task = asyncio.create_task(self._make(image, make), name=f"image {image}")
+            task = asyncio.create_task(self._make(image, find, make), name=f"image {image}")
             self._pending[image] = task
             task.add_done_callback(lambda _: self._pending.pop(image, None))
         return await asyncio.shield(task)
 
     async def find(self, image: str) -> str | None:
         """Return the id of an image that the daemon has; None if it has none."""
+        details = await self._inspect(image)
+        return None if details is None else details["Id"]
+
+    async def _inspect(self, image: str) -> ImageDetails | None:
         try:
-            return (await self._client.call(lambda api: api.inspect_image(image)))["Id"]
+            return await self._client.call(lambda api: api.inspect_image(image))
         except ImageNotFound:
             return None
+
+    async def _find_built(self, tag: str, build: BuildSpec) -> str | None:
+        """Return the id of a built image; None if there is none, or the images that it was built from have been made anew.
+
+        What is built from an image has its layers. Of several images that a Dockerfile names it is one that the last stage
+        begins with; if the daemon has not all of them, there is nothing to compare.
+        """
+        if (details := await self._inspect(tag)) is None:
+            return None
+        names = await asyncio.to_thread(_base_images, build)
+        bases = [base for name in names if (base := await self._inspect(name)) is not None]
+        if bases and len(bases) == len(names) and not any(map(partial(_is_built_from, details), bases)):
+            _log.info("%s is built again: %s changed since", tag, ", ".join(names))
+            return None
+        return details["Id"]
 
     async def close(self) -> None:
         """End builds and pulls."""
@@ -87,14 +113,16 @@ class Images:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make(self, image: str, make: Coroutine[None, None, None]) -> str:
-        try:
-            async with self._slots, self._lock(image):
-                if (image_id := await self.find(image)) is not None:  # another process has made it meanwhile
-                    return image_id
-                await make
-        finally:
-            make.close()
+    async def _make(
+        self,
+        image: str,
+        find: Callable[[], Coroutine[None, None, str | None]],
+        make: Callable[[], Coroutine[None, None, None]],
+    ) -> str:
+        async with self._slots, self._lock(image):
+            if (image_id := await find()) is not None:  # another process has made it meanwhile
+                return image_id
+            await make()
         image_id = await self.find(image)
         if image_id is None:
             raise SandboxFailure(f"the Docker daemon at {self._client.url} has lost the image {image}")
@@ -200,6 +228,16 @@ def build_tag(build: BuildSpec) -> str:
             kind, content = "folder", b""
         digest.update(json.dumps([name, kind]).encode() + content)
     return f"{REPOSITORY}:{digest.hexdigest()[:24]}"
+
+
+def _base_images(build: BuildSpec) -> list[str]:
+    text = (build.context / build.dockerfile).read_text(errors="surrogateescape")
+    return Dockerfile(text).base_images(build.args)
+
+
+def _is_built_from(image: ImageDetails, base: ImageDetails) -> bool:
+    layers, base_layers = (details["RootFS"].get("Layers", []) for details in (image, base))
+    return layers[: len(base_layers)] == base_layers
 
 
 def _file_digest(path: Path) -> bytes:

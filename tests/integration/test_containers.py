@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import docker
 import psutil
 import pytest
 from command_words import command_words
@@ -228,6 +229,24 @@ def test_services_are_reached_by_name(config: ContainersConfig, spec: MachineSpe
     asyncio.run(main("with a network"))
 
 
+async def check_new_base(images: Images, dockerd: DockerHost, folder: Path) -> None:
+    """An image is built again once the one that it begins with is another."""
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(f"FROM agentrl-base:test\nLABEL test={folder}\nRUN cat /built > /read\n")
+    client = docker.APIClient(base_url=dockerd.url)
+    ids = []
+    for text in ("one", "two"):
+        new_base = folder.with_name(f"base-{text}")
+        new_base.mkdir()
+        (new_base / "Dockerfile").write_text(f"FROM {dockerd.image}\nLABEL test={folder}\nRUN echo {text} > /built\n")
+        client.tag(await images.ensure(None, BuildSpec(context=new_base)), "agentrl-base", "test", force=True)
+        ids += [await images.ensure(None, BuildSpec(context=folder)) for _ in range(2)]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    client.remove_image("agentrl-base:test")
+    assert await images.ensure(None, BuildSpec(context=folder)) == ids[3]  # nothing to compare
+    client.close()
+
+
 def test_images_are_built_once(config: ContainersConfig, dockerd: DockerHost, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
         f"FROM {dockerd.image}\nLABEL test={tmp_path}\nRUN echo built > /built\nCOPY . /context\n"
@@ -244,6 +263,7 @@ def test_images_are_built_once(config: ContainersConfig, dockerd: DockerHost, tm
             assert ids[0] == ids[1] == await images.ensure(None, build)
             machine = await machines.open(MachineSpec(build=build, network="no-network"), "built")
             assert (await machine.run(Command("cat /built; ls /context"))).output == "built\nDockerfile\n"
+            await check_new_base(images, dockerd, tmp_path / "derived")
             (tmp_path / "Dockerfile").write_text(f"FROM {dockerd.image}\nRUN exit 9\n")
             with pytest.raises(SandboxFailure, match="non-zero code: 9"):
                 await images.ensure(None, build)
