@@ -23,7 +23,7 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.flat_bucket import views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import Changes
 from agentrl.learner.base import CriticGroup, LearnerGroup, RankOptions, RowLogprobs, RowScores, WeightBucket
 from agentrl.learner.export import RankBucket
 from agentrl.learner.streams import order_in_waves

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from agentrl.batch.microbatch import GlobalBatch
-    from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import Changes
 
 RowScores = dict[RowKey, NDArray[np.float32]]
 """By row: float32 ``[T]``, a number for each token given the tokens before it; 0 for the first."""

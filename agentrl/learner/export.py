@@ -26,7 +26,7 @@ from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup, tensor_spec
 from agentrl.distributed.broadcast_group import BroadcastGroup, host_towards, open_store
 from agentrl.distributed.flat_bucket import broadcast_as_one, order_by_alignment, serialize, total_bytes, views
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, EncodedWeight, WeightChangesError, encode
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import Changes, EncodedWeight, WeightChangesError, encode
 from agentrl.learner.base import WeightBucket, WeightExport, WeightSource
 from agentrl.learner.device import memory_to_share
 from agentrl.models.engine_float8 import DTYPE as FLOAT8

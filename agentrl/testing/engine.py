@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from agentrl.distributed.base import TensorSpec, WeightGroup
     from agentrl.distributed.broadcast_group import BroadcastGroup
-    from agentrl.distributed.sglang_loader.agentrl_weight_delta import RankEntries
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import RankEntries
     from agentrl.inference.base import LoraAdapter, MemoryTag
 
 _JOIN_S = 10.0
@@ -79,7 +79,7 @@ class FakeWeightUpdates:
         """Apply changes to the weights; raises `WeightChangesError` if they are to others."""
         import torch
 
-        from agentrl.distributed.sglang_loader.agentrl_weight_delta import ReceivedWeights
+        from agentrl.distributed.sglang_loader.agentrl_weight_loaders import ReceivedWeights
         from agentrl.inference.embedded.weights import read_named
 
         received = ReceivedWeights()

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.distributed.sglang_loader import LOADERS
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import Changes, RankEntries, encode, serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import Changes, RankEntries, encode, serialize
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions

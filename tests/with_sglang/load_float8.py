@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from agentrl_weight_delta import load as load_changes
+from agentrl_weight_loaders import load_changes
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig

@@ -116,7 +116,7 @@ def measure(folder: Path) -> dict[str, Any]:
     model.load_weights([*before.items()])
     for entries in job["changes"]:
         for entry in entries:
-            agentrl_weight_delta.load(model, pickle.loads(base64.b64decode(entry)))
+            agentrl_weight_loaders.load_changes(model, pickle.loads(base64.b64decode(entry)))
     add("changes")
     return result
 
@@ -161,7 +161,7 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    import agentrl_weight_delta
+    import agentrl_weight_loaders
     from sglang.benchmark import one_batch
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent_attention
     from sglang.srt.server_args import PortArgs, ServerArgs

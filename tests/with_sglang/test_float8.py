@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.distributed.sglang_loader import FOLDER
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize
 from agentrl.inference.launch.cpu_sglang import environment
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.engine_float8 import DTYPE, QUANTIZATION, EngineFloat8, engine_overrides, read_engine_float8

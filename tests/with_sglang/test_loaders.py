@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.distributed import sglang_loader
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize
 from agentrl.inference.launch import cpu_sglang
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.hub_tensors import sent_buffers

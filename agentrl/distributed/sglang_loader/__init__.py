@@ -4,9 +4,9 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 """Is on the module path of the SGLang that uses them."""
-LOADER = "agentrl_weight_delta.load"
+LOADER = "agentrl_weight_loaders.load_changes"
 """Name of the loader of changes in SGLang, and ``load_format`` of its requests."""
-BUCKET_LOADER = "agentrl_weight_delta.load_bucket"
+BUCKET_LOADER = "agentrl_weight_loaders.load_bucket"
 """That of weights whose body only the first tensor-parallel rank of an engine receives."""
 LOADERS = (LOADER, BUCKET_LOADER)
 """Names of all loaders."""

@@ -20,7 +20,7 @@ from agentrl.inference.client.engine_state import RequestsInProgress
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.distributed.sglang_loader.agentrl_weight_delta import RankEntries
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import RankEntries
 
 
 _TOUCHED = ("Failed to update weights", "cache was not flushed")
@@ -187,7 +187,7 @@ class SGLangWeightUpdates:
     ) -> None:
         """Load one bucket of weights from the request."""
         from agentrl.distributed.flat_bucket import join_tensors, serialize
-        from agentrl.distributed.sglang_loader.agentrl_weight_delta import serialize_bucket
+        from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize_bucket
 
         flat, specs = join_tensors(named)
         if ranks > 1 and BUCKET_LOADER in await self._reported_loaders():

@@ -20,7 +20,7 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 from agentrl.distributed.broadcast_group import BroadcastGroup
 from agentrl.distributed.flat_bucket import total_bytes, views
 from agentrl.distributed.sglang_loader import LOADER
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import ReceivedWeights, WeightChangesError
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import ReceivedWeights, WeightChangesError
 from agentrl.inference.embedded.adapters import check_sums
 from agentrl.inference.embedded.replies import BadRequestError, Body, json_reply, with_body
 from agentrl.inference.embedded.scheduler import Scheduler

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import load, load_bucket
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import load_bucket, load_changes
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
 from agentrl.inference.embedded.weights import read_bucket, read_named
@@ -167,7 +167,7 @@ def load_entries() -> int:
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             loaded.update(weights)
 
-    for load_format, load_entry in ((BUCKET_LOADER, load_bucket), (LOADER, load)):
+    for load_format, load_entry in ((BUCKET_LOADER, load_bucket), (LOADER, load_changes)):
         model = Model()
         loaded.clear()
         for bucket in orjson.loads((folder / f"{load_format}.json").read_bytes()):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agentrl.core.errors import LearnerError
-from agentrl.distributed.sglang_loader.agentrl_weight_delta import (
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import (
     Changes,
     ReceivedWeights,
     WeightChangesError,
     encode,
-    load,
+    load_changes,
     positions,
     read,
     serialize,
@@ -102,16 +102,16 @@ def entry(
 def test_sglangs_loader_writes_only_what_has_changed(model_class: type[Fused], dtype: torch.dtype) -> None:
     model = model_class(dtype)
     first = {"gate": torch.randn(2, 3).to(dtype), "up": torch.randn(2, 3).to(dtype), "scale": torch.ones(1)}
-    load(model, entry(first, {}, None, "a"))
+    load_changes(model, entry(first, {}, None, "a"))
     second = {name: tensor.clone() for name, tensor in first.items()}
     second["up"][1, 2] = 7.0
     changes = entry(second, first, "a", "b")
     assert len(dict(changes)["payload"]) == 1 + dtype.itemsize, "a place and a number"
-    load(model, changes)
+    load_changes(model, changes)
     expected = torch.cat([second["gate"], second["up"]])
     assert torch.equal(model.fused.view(torch.uint8), expected.view(torch.uint8))
     third = second | {"scale": torch.full((1,), 2.0)}
-    load(model, entry(third, second, "b", "c"))
+    load_changes(model, entry(third, second, "b", "c"))
     assert model.scale.item() == 2.0
     assert torch.equal(model.fused.view(torch.uint8), expected.view(torch.uint8))
 
@@ -123,7 +123,7 @@ def test_sglangs_loader_refuses_float8_for_other_weights_and_others_for_float8(
     held: torch.dtype, sent: torch.dtype
 ) -> None:
     with pytest.raises(WeightChangesError, match=f"a parameter of {held} cannot take changes of {sent}"):
-        load(Fused(held), entry({"up": torch.ones(2, 3).to(sent)}, {}, None, "a"))
+        load_changes(Fused(held), entry({"up": torch.ones(2, 3).to(sent)}, {}, None, "a"))
 
 
 def test_sglangs_loader_refuses_changes_to_other_weights_and_damaged_ones() -> None:
@@ -131,13 +131,13 @@ def test_sglangs_loader_refuses_changes_to_other_weights_and_damaged_ones() -> N
     changed = {"up": weights["up"].clone()}
     changed["up"][0, 0] = 3.0
     with pytest.raises(WeightChangesError, match="changes are to the weights a, and here are None"):
-        load(model, entry(changed, weights, "a", "b"))
-    load(model, entry(weights, {}, None, "a"))
+        load_changes(model, entry(changed, weights, "a", "b"))
+    load_changes(model, entry(weights, {}, None, "a"))
     damaged = dict(entry(changed, weights, "a", "b"))
     damaged["payload"][-1] += 1
     with pytest.raises(WeightChangesError, match="another SHA-256 sum"):
-        load(model, [*damaged.items()])
-    load(model, entry(changed, weights, "a", "b"))
+        load_changes(model, [*damaged.items()])
+    load_changes(model, entry(changed, weights, "a", "b"))
     assert model.fused[2, 0] == 3.0
 
 
@@ -148,11 +148,11 @@ def test_sglangs_loader_refuses_a_model_that_does_not_copy() -> None:
                 self.fused.data = torch.cat([weight, weight])
 
     model, weights = Replacing(), {"up": torch.randn(2, 3)}
-    load(model, entry(weights, {}, None, "a"))
+    load_changes(model, entry(weights, {}, None, "a"))
     changed = {"up": weights["up"].clone()}
     changed["up"][0, 0] = 3.0
     with pytest.raises(WeightChangesError, match=r"set weights\.transport=tensor"):
-        load(model, entry(changed, weights, "a", "b"))
+        load_changes(model, entry(changed, weights, "a", "b"))
 
 
 class Large(BucketLearner):

@@ -1,7 +1,7 @@
 """Changes of weights: their encoding, and SGLang's custom weight loader that applies them; and a loader of whole weights.
 
-SGLang imports this file by itself (``--custom-weight-loader agentrl_weight_delta.load``), from the folder in which it is: it
-may import nothing of agentrl.
+SGLang imports this file by itself (``--custom-weight-loader agentrl_weight_loaders.load_changes``), from the folder in which
+it is: it may import nothing of agentrl.
 
 SGLang passes an entry of the request to each tensor-parallel rank of an engine. Only the first rank's entry has the payload
 of a bucket: that rank broadcasts it to the others, over the links between the engine's GPUs (`RankEntries`).
@@ -265,7 +265,7 @@ def _partial(held: str, number: int) -> str:
     return f"{held}, {number} buckets"
 
 
-def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+def load_changes(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Apply a bucket of changes to an SGLang model: its custom weight loader.
 
     Every weight is passed to the model's ``load_weights`` with NaN in place of what has not changed, and NaN is not written
