@@ -42,7 +42,7 @@ def rollout() -> Rollout:
 
 
 def test_a_started_teacher_scores_until_it_dies(tmp_path: Path) -> None:
-    policy, teacher = save_model(tmp_path / "policy", seed=0), save_model(tmp_path / "teacher", seed=1)
+    policy, teacher = save_model(tmp_path / "policy", seed=0, end=1), save_model(tmp_path / "teacher", seed=1)
     changes = [
         f"model.path={policy}",
         f"algo.distillation.teachers.a.path={teacher}",
