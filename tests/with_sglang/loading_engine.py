@@ -118,6 +118,9 @@ def measure(folder: Path) -> dict[str, Any]:
         for entry in entries:
             agentrl_weight_loaders.load_changes(model, pickle.loads(base64.b64decode(entry)))
     add("changes")
+    if runner is not None:
+        register_forward_hook_for_model(model, str(folder / "dump"), None, 1, 0, 0)
+        logprobs(runner, job["rows"])
     return result
 
 
@@ -163,6 +166,7 @@ def main(root: Path) -> None:
 if __name__ == "__main__":
     import agentrl_weight_loaders
     from sglang.benchmark import one_batch
+    from sglang.srt.debug_utils.tensor_dump_forward_hook import register_forward_hook_for_model
     from sglang.srt.models.deepseek_common import attention_backend_handler as latent_attention
     from sglang.srt.server_args import PortArgs, ServerArgs
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize
 from agentrl.inference.launch import cpu_sglang
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.hub_tensors import sent_buffers
+from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
+from agentrl.models.tensor_dump import read_dump
+from agentrl.train.reference_pass import first_difference
 from tests.unit.learner.learners import Learners, make_batch, make_rows
 from tests.unit.learner.megatron.models import make_model
 
@@ -153,7 +157,10 @@ def results(
     path = [environment["PYTHONPATH"].split(os.pathsep)[0], str(Path(sglang_loader.__file__).parent)]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     subprocess.run([sglang_python, SCRIPT, root], env=environment, check=True, timeout=500)
-    return {model: (json.loads((root / model / "result.json").read_text()), logprobs[model]) for model in TINY}
+    return {
+        model: (json.loads((root / model / "result.json").read_text()) | {"folder": str(root / model)}, logprobs[model])
+        for model in TINY
+    }
 
 
 @pytest.mark.parametrize("model", TINY)
@@ -188,6 +195,27 @@ def test_engine_and_learner_have_the_same_logprobs_before_and_after(model: str, 
     for size, plan in result["plans"].items():
         if size != "alone":
             assert gap(plan["logprobs"], after) < 1e-3, size
+
+
+@pytest.mark.parametrize("model", ["glm4.6", "qwen3_moe"])
+def test_outputs_of_modules_that_the_engine_writes_are_those_of_transformers(
+    model: str, results: dict[str, Any]
+) -> None:
+    folder = Path(results[model][0]["folder"])
+    token_ids = json.loads((folder / "job.json").read_text())["rows"][0]
+    (folder / "after").mkdir()
+    shutil.copy(folder / "before" / "config.json", folder / "after")
+    shutil.copy(folder / "after.safetensors", folder / "after" / "model.safetensors")
+
+    def reference(name: str) -> ModuleOutputs:
+        network = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        with torch.inference_mode():
+            return record_module_outputs(network, lambda: network(input_ids=torch.tensor([token_ids])))
+
+    engine, after = read_dump(folder / "dump", token_ids), reference("after")
+    assert {name for name in after if name.endswith(("self_attn", "layernorm", "embed_tokens"))} <= engine.keys()
+    assert first_difference(engine, after, is_float32=True) is None
+    assert "differs is model.layers.0." in str(first_difference(engine, reference("before"), is_float32=True))
 
 
 def test_logprobs_show_a_pair_that_was_split(results: dict[str, Any]) -> None:
