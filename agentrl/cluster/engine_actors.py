@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from typing_extensions import override
 
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement, actor_location
-from agentrl.cluster.placement_layout import Layout, Resources
+from agentrl.cluster.placement_layout import Resources
 from agentrl.cluster.ray_runtime import LOOK_S, check_ray, kill_actor
 from agentrl.config.engine_groups import engine_group
 from agentrl.core.child_process import LOOPBACK, reserve_port, started_children
@@ -162,20 +162,22 @@ class HostLocations(Protocol):
 class PolicyLocations:
     """Implements `HostLocations` for the policy's engines, whose bundles are their own or those of ranks of the learner."""
 
-    layout: Layout
+    placement: ReservedPlacement
     rank_locations: Callable[[], Sequence[ActorLocation]]
-    """Waits for the locations of the learner's ranks, by rank."""
+    """Waits for the locations of the learner's ranks, by rank: until then ranks and colocated engines are not numbered."""
 
     def place(self, engine: int, machine: int) -> tuple[int, Resources]:
         """Return the bundle of the host of an engine on one of its machines, and what it takes of it."""
-        layout = self.layout
+        if self.placement.layout.shares_engines:
+            self.rank_locations()
+        layout = self.placement.layout
         bundle = layout.engines[engine][machine]
         return bundle, {} if layout.shares_engines else layout.bundles[bundle]
 
     def gpus(self, engine: int, machine: int) -> Sequence[str]:
         """Return the GPUs of the ranks that share a bundle with an engine, by rank."""
-        layout = self.layout
-        ranks = zip(self.rank_locations(), layout.ranks, strict=True)
+        locations, layout = self.rank_locations(), self.placement.layout
+        ranks = zip(locations, layout.ranks, strict=True)
         return tuple(gpu for rank, bundle in ranks if bundle == layout.engines[engine][machine] for gpu in rank.gpus)
 
 

@@ -53,8 +53,9 @@ class LearnerActor:
     exporter: WeightExporter
     """Exports the learner's weights."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
+    def __init__(self, ranks: int) -> None:
+        self._rank = 0
+        """Known when it is set up."""
         self._ranks = ranks
         self._store: Any = None
         self._streams: dict[tuple[int, ...], RankStream] = {}
@@ -82,9 +83,9 @@ class LearnerActor:
         return int(self._store.port)
 
     def set_up(
-        self, options: RankOptions, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()
+        self, rank: int, options: RankOptions, host: str, port: int, same_machine: bool, gpus: Sequence[str] = ()
     ) -> RankLayout:
-        """Join the process group, then load the model, on ``gpus`` if Ray assigned none to this actor."""
+        """Join the process group as ``rank``, then load the model, on ``gpus`` if Ray assigned none to this actor."""
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
@@ -95,6 +96,7 @@ class LearnerActor:
         from agentrl.learner.registry import make_backend
         from agentrl.learner.streams import CommandGroup, make_groups
 
+        self._rank = rank
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if self._store is None:

@@ -61,7 +61,7 @@ def start_learners(
     options = RankOptions(model_folder.absolute(), learner, algo, torch.device(device), seed, reference)
     log = run_dir / "learner.log"
     if placement is not None:
-        return RayLearnerGroup(None, options, log, placement.rank_options)
+        return RayLearnerGroup(None, options, log, placement.rank_options, placement.number_ranks)
     runtime = runtime or RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
@@ -100,7 +100,9 @@ def start_critic(
     if placement is None:
         return RayCritic(None, options, run_dir / "critic.log")
     shared = policy if placement.layout.critic_needs.get("GPU") == 0 else None
-    return RayCritic(None, options, run_dir / "critic.log", placement.critic_options, gpus_of=shared)
+    # On the machine of the learner's rank with its number, which does not change when that gets the number of another there.
+    number = placement.number_critics if shared is None else lambda locations: range(len(locations))
+    return RayCritic(None, options, run_dir / "critic.log", placement.critic_options, number, gpus_of=shared)
 
 
 class _OpenStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from agentrl.cluster.placement_layout import Layout, Resources, number_by_machine
+from agentrl.cluster.placement_layout import GpuIndex, Layout, Resources, number_by_machine
 from agentrl.cluster.ray_runtime import RayRuntime, check_ray, gcs_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
@@ -25,13 +26,32 @@ class ActorLocation:
     node: str
     """Ray's node id."""
     gpus: tuple[str, ...]
-    """The GPUs assigned by Ray, as named in ``CUDA_VISIBLE_DEVICES``."""
+    """The GPUs assigned by Ray, as named in ``CUDA_VISIBLE_DEVICES``, in the order of their index."""
+
+    @property
+    def first_gpu(self) -> GpuIndex:
+        """The index of the first GPU; ``(0, "")`` without any."""
+        return gpu_index(self.gpus[0]) if self.gpus else (0, "")
+
+
+def gpu_index(gpu: str) -> GpuIndex:
+    """Return what sorts the GPUs of a machine; see `GpuIndex`."""
+    return len(gpu), gpu
+
+
+def order_by_gpu(locations: Sequence[ActorLocation]) -> list[int]:
+    """Return the indices of actors by machine and GPU: machines with most actors first, else in order of appearance."""
+    nodes = [location.node for location in locations]
+    counts = Counter(nodes)
+    return sorted(
+        range(len(nodes)), key=lambda at: (-counts[nodes[at]], nodes.index(nodes[at]), locations[at].first_gpu)
+    )
 
 
 def actor_location(actor: object) -> ActorLocation:
     """Return the location of ``actor``; called in its process, by ``actor.__ray_call__``."""
     ids = [str(gpu) for gpu in ray.get_gpu_ids()]
-    return ActorLocation(ray.get_runtime_context().get_node_id(), tuple(sorted(ids, key=lambda gpu: (len(gpu), gpu))))
+    return ActorLocation(ray.get_runtime_context().get_node_id(), tuple(sorted(ids, key=gpu_index)))
 
 
 class ReservedPlacement:
@@ -42,10 +62,11 @@ class ReservedPlacement:
     ) -> None:
         """Take over a placement group that is ready; see `reserve`."""
         machines: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        self.layout = number_by_machine(layout, {bundle: machines[bundle] for bundle in range(len(layout.bundles))})
-        """The layout of `reserve`, with ranks and engines numbered by machine."""
-        self.machines = tuple(machines[bundle] for bundle in self.layout.ranks)
-        """Ray's id of each rank's machine."""
+        self._nodes = {bundle: machines[bundle] for bundle in range(len(layout.bundles))}
+        self._gpus: dict[int, GpuIndex] = {}
+        """The first GPU of bundles, as far as their actors have reported it."""
+        self.layout = number_by_machine(layout, self._nodes)
+        """The layout of `reserve`, with ranks and engines numbered by machine, and by GPU once `number_ranks` was called."""
         self.cores = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes() if node["Alive"])
         """Of all machines, as Ray has them."""
         self._has_runners = spreads_runners(self.cores)
@@ -91,6 +112,37 @@ class ReservedPlacement:
         except BaseException:
             runtime.stop()
             raise
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Ray's id of each rank's machine."""
+        return tuple(self._nodes[bundle] for bundle in self.layout.ranks)
+
+    def number_ranks(self, locations: Sequence[ActorLocation]) -> list[int]:
+        """Number the learner's ranks, and engines that share their GPUs, by machine and GPU.
+
+        Ray assigns the GPUs of a bundle in the order in which its actors start.
+
+        Args:
+            locations: of the actors that were started with `rank_options`, by their number then.
+
+        Returns:
+            These numbers, in the order of the ranks from now on.
+        """
+        bundles = self.layout.ranks
+        self._add_gpus(bundles, locations)
+        return _order_within(bundles, locations, self.layout.ranks)
+
+    def number_critics(self, locations: Sequence[ActorLocation]) -> list[int]:
+        """Number the ranks of a critic with GPUs of its own; see `number_ranks`."""
+        bundles = self.layout.critics
+        self._add_gpus(bundles, locations)
+        return _order_within(bundles, locations, self.layout.critics)
+
+    def _add_gpus(self, bundles: Sequence[int], locations: Sequence[ActorLocation]) -> None:
+        for bundle, location in zip(bundles, locations, strict=True):
+            self._gpus[bundle] = min(location.first_gpu, self._gpus.get(bundle, location.first_gpu))
+        self.layout = number_by_machine(self.layout, self._nodes, self._gpus)
 
     def rank_options(self, rank: int) -> dict[str, Any]:
         """Return the actor options that place a learner rank."""
@@ -150,6 +202,12 @@ class ReservedPlacement:
     def _strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         assert self._group is not None, "it is closed"
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
+
+def _order_within(bundles: Sequence[int], locations: Sequence[ActorLocation], order: Sequence[int]) -> list[int]:
+    """Return the numbers of actors in ``bundles`` in an ``order`` of the bundles, those of one bundle by their GPUs."""
+    position = {bundle: at for at, bundle in enumerate(dict.fromkeys(order))}
+    return sorted(range(len(bundles)), key=lambda number: (position[bundles[number]], locations[number].first_gpu))
 
 
 def check_cluster(bundles: Sequence[Resources]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from agentrl.algo.registry import needs_critic
 from agentrl.cluster.ray_address import learner_device, running_address
@@ -19,6 +20,9 @@ from agentrl.core.imports import has_python_objects
 
 Resources = Mapping[str, int]
 """Such as ``{"GPU": 2, "CPU": 2}``, in Ray's names."""
+GpuIndex = tuple[int, str]
+"""Sorts the GPUs of a machine: the length of a name and the name, as in ``CUDA_VISIBLE_DEVICES``. Example: ``(2, "10")``."""
+_Place = tuple[int, int, GpuIndex, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +149,10 @@ def _with_evaluation(layout: Layout, config: Config) -> Layout:
     return replace(layout, bundles=bundles, evaluation=evaluation, evaluation_needs=needs)
 
 
-def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
-    """Return a layout whose ranks, and engines, are numbered machine by machine, those with most ranks first.
+def number_by_machine(
+    layout: Layout, machines: Mapping[int, str], gpus: Mapping[int, GpuIndex] = MappingProxyType({})
+) -> Layout:
+    """Return a layout whose ranks, and engines, are numbered by machine and GPU; the machines with most ranks come first.
 
     Ray may put neighbouring bundles on several machines, and adjacent ranks compute a micro-batch together. Bundles of the
     same resources are exchanged, so that colocated engine ``e`` keeps the ranks from ``e*g`` on.
@@ -154,15 +160,16 @@ def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
     Args:
         layout: of a placement group.
         machines: where Ray has put each bundle.
+        gpus: the first GPU of bundles; those of others are not known.
     """
     ranks_in, first_seen = Counter(layout.ranks), {name: at for at, name in reversed([*enumerate(machines.values())])}
     ranks_on: Counter[str] = Counter()
     for bundle, count in ranks_in.items():
         ranks_on[machines[bundle]] += count
 
-    def place(bundle: int) -> tuple[int, int, int]:
+    def place(bundle: int) -> _Place:
         machine = machines[bundle]
-        return -ranks_on[machine], first_seen[machine], bundle
+        return -ranks_on[machine], first_seen[machine], gpus.get(bundle, (0, "")), bundle
 
     engines = _order_engines(layout, place)
     of_engines = [bundle for engine in engines for bundle in engine]
@@ -179,7 +186,7 @@ def number_by_machine(layout: Layout, machines: Mapping[int, str]) -> Layout:
     )
 
 
-def _order_engines(layout: Layout, sort_key: Callable[[int], tuple[int, int, int]]) -> tuple[tuple[int, ...], ...]:
+def _order_engines(layout: Layout, sort_key: Callable[[int], _Place]) -> tuple[tuple[int, ...], ...]:
     """Return the bundles of each engine, those of engines of the same size exchanged, in order of ``sort_key``."""
     numbers_by_size: dict[tuple[object, ...], list[int]] = {}
     for number, bundles in enumerate(layout.engines):

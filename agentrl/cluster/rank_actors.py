@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from typing_extensions import override
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankLayout
-from agentrl.cluster.placement_group import ActorLocation, actor_location
+from agentrl.cluster.placement_group import ActorLocation, actor_location, order_by_gpu
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, kill_actor, raylet_ended
 from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.child_process import LOOPBACK
@@ -40,6 +41,7 @@ class RankActors(RankGroup):
         options: RankOptions,
         log: Path,
         rank_options: Callable[[int], Mapping[str, Any]] = lambda rank: {},
+        number: Callable[[Sequence[ActorLocation]], Sequence[int]] = order_by_gpu,
         gpus_of: RankActors | None = None,
     ) -> None:
         """Start the ranks.
@@ -49,6 +51,7 @@ class RankActors(RankGroup):
             options: of the ranks; ``device`` is ``cpu`` or ``cuda``.
             log: gets the ranks' tracebacks.
             rank_options: Ray actor options by rank, such as a scheduling strategy.
+            number: returns, of actors by location, which of them is each rank: see `ReservedPlacement.number_ranks`.
             gpus_of: other ranks, on the same machines, whose GPUs these use, rank by rank.
         """
         self._runtime = runtime
@@ -58,6 +61,9 @@ class RankActors(RankGroup):
         self._name = "critic" if options.role == "critic" else "learner"
         self._over: str | None = None
         self._is_ready = False
+        self._number = number
+        self._numbering = threading.Lock()
+        self._is_numbered = False
         self._layouts: list[RankLayout] = []
         """By rank; empty until they are ready."""
         ranks = options.config.ranks
@@ -66,7 +72,7 @@ class RankActors(RankGroup):
             "concurrency_groups": {"leaving": 1, "saving": 1, "watching": 1},
         }
         actor: Any = ray.remote(num_cpus=1, max_restarts=0, **actor_options)(LearnerActor)
-        self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(rank, ranks) for rank in range(ranks)]
+        self._actors: list[Any] = [actor.options(**rank_options(rank)).remote(ranks) for rank in range(ranks)]
         self._ends = [actor.wait_for_end.remote() for actor in self._actors]
         """Calls that fail when their rank is lost."""
         self._locations = [actor.__ray_call__.remote(actor_location) for actor in self._actors]
@@ -76,11 +82,20 @@ class RankActors(RankGroup):
     def actor_locations(self) -> list[ActorLocation]:
         """Wait until every rank has its process, and return the locations by rank.
 
+        Until then actors are numbered as they were started. The first call numbers them by machine and GPU.
+
         Raises:
             LearnerError: one could not start, or not within ``learner.start_timeout_s``.
         """
         limit = time.monotonic() + self._options.config.start_timeout_s
-        return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
+        with self._numbering:
+            if not self._is_numbered:
+                locations = self._gather(self._locations, "start", limit, "learner.start_timeout_s")
+                order = self._number(locations)
+                for by_rank in (self._actors, self._ends, self._locations, self._nodes):
+                    by_rank[:] = [by_rank[number] for number in order]
+                self._is_numbered = True
+            return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
 
     def ready(self) -> None:
         """Wait until every rank has loaded the model. Other calls include this; a second call returns at once.
@@ -91,6 +106,7 @@ class RankActors(RankGroup):
         """
         if self._is_ready:
             return
+        self.actor_locations()
         limit = time.monotonic() + self._options.config.start_timeout_s
         nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
         same = len(set(nodes)) == 1
@@ -103,8 +119,8 @@ class RankActors(RankGroup):
             else [()] * len(nodes)
         )
         refs = [
-            actor.set_up.remote(self._options, host, port, same, shared)
-            for actor, shared in zip(self._actors, gpus, strict=True)
+            actor.set_up.remote(rank, self._options, host, port, same, shared)
+            for rank, (actor, shared) in enumerate(zip(self._actors, gpus, strict=True))
         ]
         self._layouts = self._gather(refs, "loading the model", limit, "learner.start_timeout_s")
         self._is_ready = True

@@ -86,7 +86,7 @@ class RunCluster:
         ranks = await asyncio.shield(self._started)
 
         def launch_policy(spec: EngineSpec) -> Launcher:
-            self._launcher = RayLauncher(spec, placement, PolicyLocations(placement.layout, ranks.actor_locations))
+            self._launcher = RayLauncher(spec, placement, PolicyLocations(placement, ranks.actor_locations))
             return self._launcher
 
         return launch_policy
@@ -102,7 +102,8 @@ class RunCluster:
         def gpu_actors() -> Sequence[tuple[int, ActorLocation]]:
             """Return the bundles and locations of what judges share GPUs with."""
             if config.placement.shares_gpus:
-                return [*zip(layout.ranks, ranks.actor_locations(), strict=True)]
+                locations = ranks.actor_locations()
+                return [*zip(placement.layout.ranks, locations, strict=True)]
             assert self._launcher is not None, "the policy's engines start first"
             return [
                 (bundle, location)

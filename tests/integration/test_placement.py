@@ -108,7 +108,7 @@ def test_an_engine_is_started_again_where_it_belongs(cluster: Cluster, model: Pa
     try:
         locations = cache(partial(actor_locations, placement))  # ranks start once
         launcher = RayLauncher(
-            EngineSpec(config.sampler, model, tmp_path, 0), placement, PolicyLocations(placement.layout, locations)
+            EngineSpec(config.sampler, model, tmp_path, 0), placement, PolicyLocations(placement, locations)
         )
         first = launcher.launch(0)
         machine = urlsplit(first.url).hostname
@@ -169,7 +169,7 @@ def launched(settings: list[str], folder: Path, model: Path) -> tuple[list[Actor
     config, placement = reserve(settings, "cuda")
     try:
         ranks = actor_locations(placement)
-        locations = PolicyLocations(placement.layout, lambda: ranks)
+        locations = PolicyLocations(placement, lambda: ranks)
         launcher = RayLauncher(EngineSpec(config.sampler, model, folder / "logs", 0), placement, locations)
         for number in range(config.sampler.engines):
             launcher.launch(number)
@@ -211,7 +211,7 @@ def test_an_engine_of_two_machines_starts_and_ends_as_one(cluster: Cluster, mode
     python, folder = stand_in(tmp_path, SEVERAL), tmp_path / "sglang"
     config, placement = reserve([*options, f"sampler.sglang.python={python}"], "cpu")
     try:
-        locations = PolicyLocations(placement.layout, lambda: [ActorLocation("", ())])
+        locations = PolicyLocations(placement, lambda: [ActorLocation("", ())])
         launcher = RayLauncher(EngineSpec(config.sampler, model, tmp_path / "logs", 0), placement, locations)
         engine = launcher.launch(0)
         machines = [json.loads((folder / f"machine-{rank}").read_text()) for rank in range(2)]

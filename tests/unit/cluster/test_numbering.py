@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl.cluster.placement_layout import Layout, lay_out, number_by_machine
+from agentrl.cluster.placement_layout import GpuIndex, Layout, lay_out, number_by_machine
 from agentrl.config.load import validate
 
 GAE = {"algo": {"advantage": {"name": "gae"}}}
@@ -82,6 +82,28 @@ def test_the_bundles_of_an_engine_of_two_machines_are_those_of_its_ranks(seed: i
     assert [split(numbered, machines, size) for size in (2, 4, 8)] == [0, 0, 0]
     for engine, bundles in enumerate(numbered.engines):
         assert numbered.ranks[8 * engine : 8 * engine + 8] == (bundles[0],) * 4 + (bundles[1],) * 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("mode", ["colocate", "disaggregate"])
+def test_on_a_machine_ranks_and_engines_are_in_the_order_of_its_gpus(mode: str, seed: int) -> None:
+    layout = layout_of(mode, 32, 8 if mode == "colocate" else 1, **GAE)
+    machines = filled(layout, (8, 8, 8, 8) if mode == "colocate" else (20, 20, 20, 20), seed)
+    first_gpus, random_order = dict[int, GpuIndex](), random.Random(seed)
+    for machine in {*machines.values()}:
+        bundles = [bundle for bundle in layout.ranks + layout.critics if machines[bundle] == machine]
+        indices = random_order.sample(range(20), 20)
+        first_gpus |= {bundle: (len(str(index)), str(index)) for bundle, index in zip(bundles, indices, strict=False)}
+    numbered = number_by_machine(layout, machines, first_gpus)
+    for bundles in (numbered.ranks, numbered.critics):
+        for machine in {*machines.values()}:
+            indices = [int(first_gpus[bundle][1]) for bundle in bundles if machines[bundle] == machine]
+            assert indices == sorted(indices)
+        assert len({*bundles}) == (32 if mode == "disaggregate" else 8)
+    assert split(numbered, machines, 4) <= split(number_by_machine(layout, machines), machines, 4)
+    if mode == "colocate":
+        for engine, [bundle] in enumerate(numbered.engines):
+            assert numbered.ranks[4 * engine : 4 * engine + 4] == (bundle,) * 4
 
 
 @pytest.mark.parametrize("mode", ["colocate", "disaggregate"])

@@ -235,7 +235,8 @@ class ManyRanks(RayLearnerGroup):
         self._actors, self._layouts = [], []
         for rank in range(layout.ranks):
             own = [Part(ranks, part) for ranks, part in parts.items() if rank in ranks]
-            actor = LearnerActor(rank, layout.ranks)
+            actor = LearnerActor(layout.ranks)
+            actor._rank = rank
             actor.learner = Rank(weights, own)  # type: ignore[assignment]
             actor.exporter = Exporter(rank, network)
             actor._command_groups = {
