@@ -134,7 +134,7 @@ class ReservedPlacement:
         return _order_within(bundles, locations, self.layout.ranks)
 
     def number_critics(self, locations: Sequence[ActorLocation]) -> list[int]:
-        """Number the ranks of a critic with GPUs of its own; see `number_ranks`."""
+        """Number the ranks of a critic that has separate GPUs; see `number_ranks`."""
         bundles = self.layout.critics
         self._add_gpus(bundles, locations)
         return _order_within(bundles, locations, self.layout.critics)

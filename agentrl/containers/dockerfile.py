@@ -68,25 +68,42 @@ class Dockerfile:
         Args:
             arguments: of the build, which take the place of defaults.
         """
-        values: dict[str, str] = {}
-        stages: set[str] = {"scratch"}
-        images: list[str] = []
+        stages = self._stages(arguments)
+        images = [image for image, _ in stages]
         for name, words, _ in self._instructions():
-            if name == "ARG" and not images:
+            if name in ("COPY", "RUN"):
+                options = [
+                    option for word in words if word.startswith("--") for option in word.removeprefix("--").split(",")
+                ]
+                images += [option.removeprefix("from=") for option in options if option.startswith("from=")]
+        names = {"scratch", *(name for _, name in stages)}
+        return [image for image in dict.fromkeys(images) if image.lower() not in names and not image.isdecimal()]
+
+    def last_base(self, arguments: Mapping[str, str]) -> str | None:
+        """Return the image whose layers the built image has: that of the last stage; None if it begins from scratch.
+
+        Args:
+            arguments: see `base_images`.
+        """
+        bases: dict[str, str] = {}
+        base = "scratch"
+        for image, name in self._stages(arguments):
+            base = bases[name] = bases.get(image.lower(), image)
+        return None if base.lower() == "scratch" else base
+
+    def _stages(self, arguments: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Return the image or stage that each stage begins with, and the stage's name in lower case, empty without one."""
+        values: dict[str, str] = {}
+        stages: list[tuple[str, str]] = []
+        for name, words, _ in self._instructions():
+            if name == "ARG" and not stages:
                 key, equal, default = words[0].partition("=")
                 if key in arguments or equal:
                     values[key] = arguments.get(key, default.strip("\"'"))
             elif name == "FROM":
                 image, *alias = [word for word in words if not word.startswith("--")]
-                images.append(_expand(image, values))
-                if len(alias) == 2:
-                    stages.add(alias[1].lower())
-            elif name in ("COPY", "RUN"):
-                options = [
-                    option for word in words if word.startswith("--") for option in word.removeprefix("--").split(",")
-                ]
-                images += [option.removeprefix("from=") for option in options if option.startswith("from=")]
-        return [image for image in dict.fromkeys(images) if image.lower() not in stages and not image.isdecimal()]
+                stages.append((_expand(image, values), alias[1].lower() if len(alias) == 2 else ""))
+        return stages
 
     def _instructions(self) -> Iterator[tuple[str, list[str], str]]:
         """Yield each instruction with its words, and as one line."""

@@ -92,17 +92,16 @@ class Images:
             return None
 
     async def _find_built(self, tag: str, build: BuildSpec) -> str | None:
-        """Return the id of a built image; None if there is none, or the images that it was built from have been made anew.
+        """Return the id of a built image; None if there is none, or the image that it was built from has been rebuilt since.
 
-        What is built from an image has its layers. Of several images that a Dockerfile names it is one that the last stage
-        begins with; if the daemon has not all of them, there is nothing to compare.
+        What is built from an image has its layers. Without that image there is nothing to compare.
         """
         if (details := await self._inspect(tag)) is None:
             return None
-        names = await asyncio.to_thread(_base_images, build)
-        bases = [base for name in names if (base := await self._inspect(name)) is not None]
-        if bases and len(bases) == len(names) and not any(map(partial(_is_built_from, details), bases)):
-            _log.info("%s is built again: %s changed since", tag, ", ".join(names))
+        name = await asyncio.to_thread(_last_base, build)
+        base = None if name is None else await self._inspect(name)
+        if base is not None and not _is_built_from(details, base):
+            _log.info("%s is built again: %s was rebuilt since", tag, name)
             return None
         return details["Id"]
 
@@ -230,9 +229,9 @@ def build_tag(build: BuildSpec) -> str:
     return f"{REPOSITORY}:{digest.hexdigest()[:24]}"
 
 
-def _base_images(build: BuildSpec) -> list[str]:
+def _last_base(build: BuildSpec) -> str | None:
     text = (build.context / build.dockerfile).read_text(errors="surrogateescape")
-    return Dockerfile(text).base_images(build.args)
+    return Dockerfile(text).last_base(build.args)
 
 
 def _is_built_from(image: ImageDetails, base: ImageDetails) -> bool:

@@ -109,6 +109,8 @@ class TaskGroups:
         """Groups with a task whose episodes are not all settled, by source and the application's id."""
         self._complete: deque[str] = deque()
         """Keys of the groups whose episodes are all settled, the oldest first."""
+        self._image_bytes = 0
+        """Of the images of their tasks."""
 
     def find(self, episode: EpisodeState, source: str, samples: int) -> TaskGroup:
         """Return the group of an episode, which a retry shares with the attempts before.
@@ -155,6 +157,6 @@ class TaskGroups:
             return
         self._incomplete.pop((group.source, group.name), None)
         self._complete.append(group.key)
-        image_bytes = sum(self._groups[key].image_bytes for key in self._complete)
-        while len(self._complete) > _COMPLETE or (len(self._complete) > 1 and image_bytes > COMPLETE_IMAGE_BYTES):
-            image_bytes -= self._groups.pop(self._complete.popleft()).image_bytes
+        self._image_bytes += group.image_bytes
+        while len(self._complete) > _COMPLETE or (len(self._complete) > 1 and self._image_bytes > COMPLETE_IMAGE_BYTES):
+            self._image_bytes -= self._groups.pop(self._complete.popleft()).image_bytes

@@ -51,7 +51,7 @@ def _add(outputs: dict[str, NDArray[np.float32]], name: str, output: object, ten
         return
     if tensor_ranks > 1 and not name.endswith(("norm", "embed_tokens")):
         return
-    for part, module in _LAST_PARTS.items():
-        if name.endswith(part):
-            name = name.removesuffix(part) + module
+    for submodule, module in _LAST_PARTS.items():
+        if name.endswith(submodule):
+            name = name.removesuffix(submodule) + module
     outputs[name] = hidden.flatten(0, -2)[-1].float().numpy()

@@ -109,7 +109,7 @@ def check_new(folder: Path) -> None:
 
 @contextmanager
 def run_folder(config: Config, resumed: Path | None = None, *, name: str = "") -> Iterator[Path]:
-    """Yield the folder of a new run (see `new_folder`), or of the one that is resumed, locked for this process.
+    """Yield the folder of a new run (see `new_folder`), or of a resumed run, locked for this process.
 
     Raises:
         ConfigError: another process has locked it, it cannot be written, or a new run would overwrite an older one.

@@ -26,6 +26,7 @@ from agentrl.core.imports import load_object
 from agentrl.core.types import MaskReason, Message, Prompt, Provenance, Rollout, Row, RowKey
 from agentrl.core.user_code import describe, user_code
 from agentrl.inference.client.scoring import ScoringClient
+from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher, RunningEngine, launch
 from agentrl.learner.base import LearnerGroup
 from agentrl.models.load import load_tokenizer
@@ -290,7 +291,10 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
     teachers = config.algo.distillation.teachers
     if not teachers:
         return None
-    opening = [_open(config, name, number, model, logs, exits) for number, name in enumerate(teachers)]
+    renderer, vocabulary = open_renderer(config, model)
+    opening = [
+        _open(config, name, number, model, logs, exits, renderer, vocabulary) for number, name in enumerate(teachers)
+    ]
     opened = await asyncio.gather(*opening, return_exceptions=True)
     teacher_by_name: dict[str, Teacher] = {}
     for name, teacher in zip(teachers, opened, strict=True):
@@ -300,10 +304,18 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
     return Teachers(config.algo.distillation, teacher_by_name)
 
 
-async def _open(config: Config, name: str, number: int, model: Path, logs: Path, exits: AsyncExitStack) -> Teacher:
+async def _open(
+    config: Config,
+    name: str,
+    number: int,
+    model: Path,
+    logs: Path,
+    exits: AsyncExitStack,
+    renderer: Renderer,
+    vocabulary: Vocabulary,
+) -> Teacher:
     """Return teacher ``name``, the run's teacher ``number``; see `open_teachers`."""
     teacher, sampler = config.algo.distillation.teachers[name], config.sampler
-    renderer, vocabulary = open_renderer(config, model)
     privileged = None
     if teacher.context is not None:
         key = f"{KEY}.{name}.context"

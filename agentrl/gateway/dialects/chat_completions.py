@@ -208,7 +208,7 @@ def read_content(content: str | Sequence[str | ContentPart]) -> list[str | Image
     Raises:
         BadRequestError: it has a part of another type, or an image that is no ``data:`` URL.
     """
-    return [content] if isinstance(content, str) else [_text_or_image(part) for part in content]
+    return [content] if isinstance(content, str) else [*map(_text_or_image, content)]
 
 
 def _message(message: _Message) -> Message:

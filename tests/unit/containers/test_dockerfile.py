@@ -44,6 +44,9 @@ def test_images_that_a_dockerfile_begins_with() -> None:
     )
     assert Dockerfile(text).base_images({}) == ["debian:1", "registry:5000/x/y", "tools:2", "mounted"]
     assert Dockerfile(text).base_images({"TAG": "2", "NONE": "z"})[:2] == ["debian:2", "registry:5000/xz"]
+    assert Dockerfile(text).last_base({"TAG": "2"}) == "debian:2"
+    assert Dockerfile("FROM a AS b\nFROM B AS c\nFROM c\nCOPY --from=d e f\n").last_base({}) == "a"
+    assert Dockerfile("FROM a AS b\nFROM scratch\nCOPY --from=b c c\n").last_base({}) is None
 
 
 def field(number: int, content: bytes) -> bytes:
