@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 COPY_BYTES = 2**26
 """Limit of `Machine.download`."""
 SCRIPT = Path(exec_process.__file__)
+_ONE_STREAM = 'exec /bin/sh -c "$1" 2>&1'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Command:
     """
 
     command: str | tuple[str, ...]
-    """Text for ``/bin/sh -c``, or program and arguments."""
+    """Text for ``/bin/sh -c``, or program and arguments. The order of what a program prints on its standard output and its standard
+    error is kept for text alone: the daemon has a stream for each, and the shell sends both to one."""
     user: str | None = None
     """User, as ``NAME`` or ``UID[:GID]``; None: that of the machine."""
     cwd: str | None = None
@@ -70,7 +72,7 @@ class CommandResult:
     """Exit status; None if the command was killed. 126 if it could not be started: no such program, user or folder, or as many
     processes as the machine may have."""
     output: str
-    """Standard output and error, as they came."""
+    """Standard output and error."""
     is_cut: bool = False
     """Whether a part of the output is left out; a line in it says how much."""
     timed_out: bool = False
@@ -172,7 +174,8 @@ class Machine:
 
     def _request(self, command: Command, folder: Path) -> Request:
         marker = uuid.uuid4().hex
-        words = ["/bin/sh", "-c", command.command] if isinstance(command.command, str) else list(command.command)
+        text = command.command
+        words = ["/bin/sh", "-c", _ONE_STREAM, "sh", text] if isinstance(text, str) else list(text)
         variables = {**command.env, exec_process.MARKER: marker}
         options: ExecOptions = {
             "Cmd": words,

@@ -49,7 +49,10 @@ def test_commands_and_files(config: ContainersConfig, spec: MachineSpec) -> None
 
 
 async def check_commands(machine: Machine) -> None:
-    assert (await machine.run(Command("echo out; echo err >&2; exit 3"))).exit_code == 3
+    both = "i=0; while [ $i -lt 200 ]; do echo out $i; echo err $i >&2; i=$((i + 1)); done; exit 3"
+    result = await machine.run(Command(both))
+    assert result.exit_code == 3
+    assert result.output.splitlines() == [f"{stream} {number}" for number in range(200) for stream in ("out", "err")]
     assert (await machine.run(Command(("no-such-program",)))).exit_code == 126
     assert (await machine.run(Command("true", cwd="/no/such/folder"))).exit_code == 126
     facts = await machine.run(Command("id -un; echo $A", user="nobody", env={"A": "b"}))

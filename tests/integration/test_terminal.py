@@ -84,7 +84,7 @@ def test_episodes(dockerd: DockerHost, tmp_path: Path, client: ToolClient) -> No
         [
             "<bash>pwd; cd /; X=1; mkdir -p /app; sleep 1000 & echo started</bash>",
             "<bash>pwd; echo [$X]; ps ax | grep -c '[s]leep 1000'; seq 1000; false</bash>",
-            "<bash>echo 42 > answer.txt</bash>",
+            "<bash>echo 42 > answer.txt; for i in {1..20}; do echo $i; echo $i- >&2; done</bash>",
             "Done.",
         ],
     )
@@ -99,6 +99,7 @@ def test_episodes(dockerd: DockerHost, tmp_path: Path, client: ToolClient) -> No
     assert "/app\nstarted" in text
     assert "/app\n[]\n1\n" in text, "a new shell in the working folder, and the process in the background lives on"
     assert "[exit status 1]" in text
+    assert "\n".join(f"{number}\n{number}-" for number in range(1, 21)) in text, "output and errors are in order"
     reward, metrics, _ = play(
         client, task, ["<bash>echo 42 > answer.txt</bash>", "<bash>echo more</bash>"], max_turns=2
     )

@@ -21,7 +21,8 @@ _PARAMETERS = {
     "required": ["command"],
     "additionalProperties": False,
 }
-_BASH_OR_SH = 'command -v bash >/dev/null && exec bash -c "$1"; exec /bin/sh -c "$1"'
+_BASH_OR_SH = 'exec 2>&1; command -v bash >/dev/null && exec bash -c "$1"; exec /bin/sh -c "$1"'
+"""Standard output and error are one stream, in the order in which they are printed."""
 _ENV = {"TERM": "dumb", "PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat"}
 """Programs neither wait for keys nor draw."""
 _BYTES_OF_A_CHARACTER = 4
