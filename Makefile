@@ -107,7 +107,7 @@ $(SGLANG_VENV)/.installed: $(SGLANG_REQUIREMENTS)
 	@touch $@
 
 test-sglang: install install-sglang
-	$(BIN)/python -m pytest tests/with_sglang -m "not long"
+	$(BIN)/python -m pytest tests/with_sglang -m "not long" --forks 3
 
 # Agent programs, each in an environment of its own; those of npm in one prefix.
 $(AGENTS)/.installed: agentrl/gateway/harnesses/recipes.py tests/with_agents/install.py | $(VENV)/.installed

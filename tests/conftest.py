@@ -25,6 +25,11 @@ from preloaded import (
     start_imports,
 )
 
+# There is a process for every core, and the first one has no threads when it forks. Modules of tests import NumPy before
+# options are read.
+if any(word.startswith("--forks") for word in sys.argv):
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 # In the background of a shell it is ignored; tests interrupt the processes that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -137,8 +142,7 @@ def _propagate_loggers_of_torch() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if forked := config.getoption("forks") != "0":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a process for every core
+    forked = config.getoption("forks") != "0"
     for name, modules in ((SOCKET, RUN_MODULES), (WORKERS, ray_workers.MODULES)):
         os.environ[name] = _SESSION.enter_context(preloaded_process(*modules))
         if forked and not config.option.collectonly:
