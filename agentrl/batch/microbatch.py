@@ -122,7 +122,8 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Top-k and top-p sampling: the most probable tokens, then the fewest of them whose share reaches ``top_p``."""
+    """Top-k and top-p sampling, both of the whole distribution as in SGLang: the fewest tokens whose share reaches ``top_p``, and
+    of these the ``top_k`` most probable."""
 
     top_k: int = -1
     """-1 keeps all tokens."""

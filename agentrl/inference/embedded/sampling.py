@@ -128,10 +128,10 @@ def _apply_top_k_top_p(probabilities_BV: Tensor, requests: Sequence[Request]) ->
     top_k = torch.tensor([requests[row].options.top_k for row in rows])[:, None]
     top_p = torch.tensor([requests[row].options.top_p for row in rows])[:, None]
     values, order = probabilities_BV[rows].sort(descending=True, stable=True)
-    values = values.masked_fill((torch.arange(size) >= top_k) & (top_k > 0), 0.0)
-    # As in SGLang: top-k first, then the smallest set whose share of the remaining probability reaches top-p.
+    # As in SGLang, both are of the whole distribution: the fewest tokens whose share reaches top-p, and of these top-k.
     preceding = values.cumsum(-1) - values
-    values = values.masked_fill(preceding >= top_p * values.sum(-1, keepdim=True), 0.0)
+    values = values.masked_fill((top_p < 1) & (preceding >= top_p), 0.0)
+    values = values.masked_fill((torch.arange(size) >= top_k) & (top_k > 0), 0.0)
     filtered_BV = probabilities_BV.clone()
     filtered_BV[rows] = torch.zeros_like(values).scatter_(1, order, values)
     return filtered_BV

@@ -102,13 +102,13 @@ def test_statistics_of_blocks_are_those_of_the_vocabulary(*, entropy: bool) -> N
 
 
 def kept_tokens(logits_N_V: torch.Tensor, targets_N: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Return bools ``[N, V]``: the most probable tokens until the share is reached, and the targets, one at a time."""
+    """Return bools ``[N, V]``: the most probable tokens until their share of all is reached, and the targets, one at a time."""
     kept_N_V = torch.zeros_like(logits_N_V, dtype=torch.bool)
     for kept_V, logits_V, target in zip(kept_N_V, logits_N_V, targets_N, strict=True):
-        order = logits_V.argsort(descending=True)
+        probabilities_V, order = logits_V.softmax(-1).sort(descending=True)
         order = order[: truncation.top_k] if truncation.top_k > 0 else order
         share = 0.0
-        for token, probability in zip(order, logits_V[order].softmax(-1), strict=True):
+        for token, probability in zip(order, probabilities_V, strict=False):
             if share >= truncation.top_p:
                 break
             kept_V[token] = True
