@@ -122,8 +122,10 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Top-k and top-p sampling, both of the whole distribution as in SGLang: the fewest tokens whose share reaches ``top_p``, and
-    of these the ``top_k`` most probable."""
+    """Top-k and top-p sampling, both of the whole distribution as in SGLang.
+
+    The fewest tokens whose share reaches ``top_p`` are kept, and of these the ``top_k`` most probable.
+    """
 
     top_k: int = -1
     """-1 keeps all tokens."""

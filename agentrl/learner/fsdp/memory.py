@@ -17,6 +17,7 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.learner.fsdp.adamw_8bit import moment_bytes
 from agentrl.learner.fsdp.compute_copies import copied_layers, copies_weights
 from agentrl.learner.fsdp.experts import expert_modules
+from agentrl.learner.fsdp.optimizer import is_vector
 from agentrl.learner.layer_memory import LayerWidths, backward_bytes, saved_bytes, tower_bytes, trained_count
 from agentrl.learner.layers import decoder_layers, vision_blocks
 from agentrl.learner.memory import FLOAT32, LearnerMemory, MemoryOptions
@@ -135,7 +136,8 @@ def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
         return sum(moment_bytes(shard.shape) for shard in shards)
     moments = 2 * _shards(hf.parameters(), ranks, trained=True)
     if config.optimizer.name == "muon":
-        matrices = [p for layer in decoder_layers(hf) for p in layer.parameters() if p.ndim == 2 and p.requires_grad]
+        weights = [weight for layer in decoder_layers(hf) for weight in layer.named_parameters()]
+        matrices = [p for name, p in weights if p.ndim == 2 and not is_vector(name, p) and p.requires_grad]
         moments -= FLOAT32 * sum(_shard(matrix, ranks) for matrix in matrices)
     return moments
 

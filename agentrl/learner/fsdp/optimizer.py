@@ -20,7 +20,7 @@ def make_optimizers(
 ) -> list[Optimizer]:
     """Return AdamW over all trained parameters, or Muon over the layers' matrices and AdamW over the others.
 
-    Vectors, such as norms and biases, have no weight decay.
+    Norms and biases have no weight decay, also biases of several experts in one tensor.
 
     Args:
         model: its parameters that require a gradient are trained.
@@ -29,15 +29,21 @@ def make_optimizers(
         weights: those to train; None are all that require a gradient.
     """
     trained = [p for p in model.parameters() if p.requires_grad] if weights is None else [*weights]
+    vectors = {id(p) for name, p in model.named_parameters() if is_vector(name, p)}
     if config.name == "adamw":
-        return [_adamw(trained, config)]
+        return [_adamw(trained, vectors, config)]
     outer = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     outer |= {id(p) for p in head.parameters()}
-    matrices = [p for p in trained if p.ndim == 2 and id(p) not in outer]
+    matrices = [p for p in trained if p.ndim == 2 and id(p) not in outer | vectors]
     chosen = {id(p) for p in matrices}
     adamw_parameters = [p for p in trained if id(p) not in chosen]
-    made = {_muon: matrices, _adamw: adamw_parameters}
-    return [make(parameters, config) for make, parameters in made.items() if parameters]
+    optimizers = [_muon(matrices, config)] if matrices else []
+    return [*optimizers, _adamw(adamw_parameters, vectors, config)] if adamw_parameters else optimizers
+
+
+def is_vector(name: str, weight: torch.Tensor) -> bool:
+    """Return whether a weight is a vector, or the biases of several experts, such as gpt-oss has them."""
+    return weight.ndim <= 1 or name.endswith("bias")
 
 
 def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -51,11 +57,11 @@ def _muon(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     )
 
 
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def _adamw(parameters: list[nn.Parameter], vectors: set[int], config: OptimizerConfig) -> Optimizer:
     options: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
     groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in parameters if id(p) not in vectors], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if id(p) in vectors], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.state == "8bit":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -47,3 +49,16 @@ def test_learners_on_a_cpu_use_it() -> None:
     muon, adamw = make_optimizers(model, model["head"], OptimizerConfig(name="muon", lr=1e-3))
     assert isinstance(muon, CpuMuon)
     assert not isinstance(adamw, CpuMuon)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_biases_of_experts_are_vectors(name: Literal["adamw", "muon"]) -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(4, 4), "head": nn.Linear(4, 8, bias=False)})
+    model["layer"].register_parameter("gate_up_proj_bias", nn.Parameter(torch.zeros(3, 8)))
+    optimizers = make_optimizers(model, model["head"], OptimizerConfig(name=name, lr=1e-3, weight_decay=0.1))
+    groups = [(type(optimizer), group) for optimizer in optimizers for group in optimizer.param_groups]
+    (without_decay,) = [(kind, group["params"]) for kind, group in groups if group["weight_decay"] == 0]
+    assert without_decay[0] is torch.optim.AdamW
+    assert [tuple(weight.shape) for weight in without_decay[1]] == [(4,), (3, 8)]
+    matrices = [tuple(w.shape) for kind, group in groups if issubclass(kind, CpuMuon) for w in group["params"]]
+    assert matrices == ([(4, 4)] if name == "muon" else [])
