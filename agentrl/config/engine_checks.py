@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from agentrl.config.engine_groups import all_samplers, disaggregated_groups, evaluation_group
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
-from agentrl.config.sampler import ACCEPT_THRESHOLDS, SamplerConfig
+from agentrl.config.sampler import REFUSED_OPTIONS, SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.config.support_checks import centering_faults, renormalisation_faults
 from agentrl.core.errors import ConfigError
@@ -28,7 +28,7 @@ def engine_faults(config: Config) -> Iterator[str]:
     yield from _engine_addresses(config.sampler)
     yield from _groups(config)
     yield from _sampling(config.sampler)
-    yield from _tokenizer_workers(config.sampler)
+    yield from _refused_options(config.sampler)
     yield from renormalisation_faults(config)
     yield from centering_faults(config)
     if config.sampler.speculative_algorithm is not None:
@@ -110,14 +110,11 @@ def _batch_invariance(config: Config) -> Iterator[str]:
             yield f"{key} with {fault}: set {advice}"
 
 
-def _tokenizer_workers(sampler: SamplerConfig) -> Iterator[str]:
-    """Whether each process of SGLang that takes requests knows the version of the weights."""
-    workers = sampler.sglang_option("tokenizer_worker_num", 1)
-    if workers != 1:
-        yield (
-            f"sampler.sglang.tokenizer_worker_num={workers}: only the process that takes a request for new weights learns their "
-            "version (SGLang 0.5.17), so turns of the others would have a wrong one; leave it out, or set sampler.engines"
-        )
+def _refused_options(sampler: SamplerConfig) -> Iterator[str]:
+    for key, group in all_samplers(sampler):
+        for name, (accepted, reason) in REFUSED_OPTIONS.items():
+            if (value := group.sglang_option(name, accepted)) != accepted:
+                yield f"{key}.sglang.{name}={value}: {reason}; leave it out"
 
 
 def _speculative_decoding(config: Config, algorithm: str) -> Iterator[str]:
@@ -129,13 +126,6 @@ def _speculative_decoding(config: Config, algorithm: str) -> Iterator[str]:
         yield f"{key}: its samples and log-probabilities were not checked; set {', '.join(_SPECULATIVE)}, or leave it out"
     if sampler.device == "cpu":
         yield f"{key} with sampler.sglang.device=cpu: SGLang then takes the most probable token and samples none; {off}"
-    for name in ACCEPT_THRESHOLDS:
-        threshold = sampler.sglang_option(name, 1.0)
-        if threshold != 1.0:
-            yield (
-                f"sampler.sglang.{name}={threshold}: drafts are accepted more often than the policy samples them, so the "
-                "log-probabilities are not those of the samples; leave it out"
-            )
     if config.algo.replays_routing:
         yield f"{key} with algo.routing_replay=true: engines return no experts of accepted tokens; {off}"
     if algorithm == _NGRAM:

@@ -25,8 +25,23 @@ _PIPELINE = ("pp", "pp_size", "pipeline_parallel_size")
 _DATA = ("dp", "dp_size", "data_parallel_size")
 """Spellings of SGLang's options for the sizes of tensor, pipeline and data parallelism."""
 _MACHINES = ("nnodes",)
-ACCEPT_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-"""SGLang's options below 1 with which speculative decoding accepts drafts more often than the policy samples them."""
+_ACCEPTS_MORE = (
+    "drafts are accepted more often than the policy samples them, so log-probabilities are not those of the samples"
+)
+REFUSED_OPTIONS: Mapping[str, tuple[object, str]] = {
+    "speculative_accept_threshold_single": (1.0, _ACCEPTS_MORE),
+    "speculative_accept_threshold_acc": (1.0, _ACCEPTS_MORE),
+    "preferred_sampling_params": (
+        None,
+        "requests get parameters that they do not have, so tokens are sampled from another distribution than the policy's",
+    ),
+    "allow_auto_truncate": (False, "prompts that are too long lose tokens, and are answered"),
+    "tokenizer_worker_num": (
+        1,
+        "only the process that takes a request for new weights learns their version, so turns of others would have a wrong one",
+    ),
+}
+"""SGLang's options with which its replies are not those that training needs: the value that is accepted, and why."""
 
 
 class EmbeddedConfig(Section):

@@ -43,8 +43,8 @@ class Command:
     """
 
     command: str | tuple[str, ...]
-    """Text for ``/bin/sh -c``, or program and arguments. The order of what is printed on standard output and error is kept for text
-    alone: the daemon has a stream for each, and the shell sends both to one."""
+    """Text for ``/bin/sh -c``, or program and arguments. Standard output and error are in the order in which they were printed for
+    text alone: the daemon has a stream for each, and the shell sends both to one."""
     user: str | None = None
     """User, as ``NAME`` or ``UID[:GID]``; None: that of the machine."""
     cwd: str | None = None

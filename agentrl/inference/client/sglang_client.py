@@ -10,7 +10,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from agentrl.config.sampler import ACCEPT_THRESHOLDS
+from agentrl.config.sampler import REFUSED_OPTIONS
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
 from agentrl.inference.base import MemoryTag
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
@@ -317,18 +317,16 @@ class SGLangClient(GenerationClient):
         It is ``float8_e4m3fn`` if matrices are float8 in blocks, and others are not.
 
         Raises:
-            ConfigError: its weights are quantised in a way in which SGLang takes no new ones; see `quantized_weights`. Or its
-                speculative decoding does not sample from the policy.
+            ConfigError: its weights are quantised in a way in which SGLang takes no new ones; see `quantized_weights`. Or it was
+                started with one of `REFUSED_OPTIONS`.
         """
         info = await self.control.call("/server_info", None)
         info = info if isinstance(info, dict) else {}
         form = quantized_weights(info, f"the engine at {self.url}")
-        for name in ACCEPT_THRESHOLDS:
-            if info.get("speculative_algorithm") and info.get(name, 1.0) != 1.0:
-                raise ConfigError(
-                    f"the engine at {self.url} has {name}={info[name]}: it accepts drafts more often than the policy samples "
-                    f"them; start it without --{name.replace('_', '-')}"
-                )
+        for name, (accepted, reason) in REFUSED_OPTIONS.items():
+            if (value := info.get(name) or accepted) != accepted:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"the engine at {self.url} has {name}={value}: {reason}; start it without {option}")
         return form or _DTYPES.get(str(info.get("dtype")))
 
     async def checksums(self) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -409,13 +410,23 @@ def test_the_accept_length_is_that_of_the_requests_since_the_last_report(fake: F
     assert asyncio.run(play()) == [2.0, 1.0, None]
 
 
-def test_an_engine_that_accepts_too_many_drafts_is_refused(fake: FakeSGLang) -> None:
-    fake.info = {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 1.0}
+@pytest.mark.parametrize(
+    ("name", "accepted", "value"),
+    [
+        ("speculative_accept_threshold_single", 1.0, 0.9),
+        ("preferred_sampling_params", None, {"repetition_penalty": 1.05}),
+        ("allow_auto_truncate", False, True),
+        ("tokenizer_worker_num", 1, 2),
+    ],
+)
+def test_an_engine_whose_replies_are_not_the_policys_is_refused(
+    fake: FakeSGLang, name: str, accepted: object, value: object
+) -> None:
+    fake.info = {name: accepted}
     assert fake.drive(lambda client: client.dtype()) is None
-    fake.info["speculative_accept_threshold_single"] = 0.9
-    with pytest.raises(
-        ConfigError, match=r"threshold_single=0\.9.*start it without --speculative-accept-threshold-single"
-    ):
+    fake.info[name] = value
+    text = re.escape(f"{name}={value}: ") + ".*" + re.escape(f"start it without --{name.replace('_', '-')}")
+    with pytest.raises(ConfigError, match=text):
         fake.drive(lambda client: client.dtype())
 
 
