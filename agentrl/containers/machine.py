@@ -43,7 +43,7 @@ class Command:
     """
 
     command: str | tuple[str, ...]
-    """Text for ``/bin/sh -c``, or program and arguments. Standard output and error are in the order in which they were printed for
+    """Text for ``/bin/sh -c``, or program and arguments. Standard output and error are in the order in which they are printed for
     text alone: the daemon has a stream for each, and the shell sends both to one."""
     user: str | None = None
     """User, as ``NAME`` or ``UID[:GID]``; None: that of the machine."""
