@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,9 @@ class Started:
 
     def __init__(self, folder: Path, log: Path, *, python: Path) -> None:
         command = [sys.executable, "-c", PARENT, *map(str, (python, folder, log))]
-        self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Set for other programs, it would make log-probabilities those of another temperature.
+        env = {**os.environ, "SGLANG_RETURN_ORIGINAL_LOGPROB": "true"}
+        self.parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert self.parent.stdout is not None
         words = self.parent.stdout.readline().split()
         assert len(words) == 2, "its parent's errors are above"

@@ -266,8 +266,12 @@ def _flags_and_environment(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return flags of the server and variables of its environment for SGLang's options and the interpreter that runs it."""
     flags: dict[str, Any] = {}
-    # Otherwise it samples a token for each request of /health, and answers after more than a second.
-    env = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    env = {
+        # Otherwise it samples a token for each request of /health, and answers after more than a second.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # Log-probabilities are those at the temperature, whatever the user's environment has for other programs.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",
+    }
     if options.get("device") == "cpu":
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         if not interpreter.gpu and not interpreter.kernels:
