@@ -83,7 +83,8 @@ def _describe(names: tuple[str, ...], faults: Sequence[ErrorDetails], prefix: st
     if shown == REDACTED:
         messages = [message.replace(str(value), REDACTED) for message in messages]
     if fault["type"] in ("model_type", "dict_type"):
-        messages = ["this is a section and needs keys"]
+        meant = next((k for k in (f"{key}.name", f"{key}.path") if k in keys and isinstance(value, str)), None)
+        messages = ["this is a section and needs keys" + (f"; set {prefix}{meant}={value}" if meant else "")]
     elif fault["type"] in ("string_type", "path_type"):
         messages = ["this is text; put it in quotes"]
     alternatives = [message.removeprefix("Input should be ") for message in dict.fromkeys(messages[1:])]

@@ -35,6 +35,8 @@ NUMBERS = {int, float}
         ("train.steps=1.5", "train.steps=1.5: Input should be a valid integer"),
         ("learner.fp8=yes", "learner.fp8='yes': Input should be a valid boolean"),
         ("learner=5", "learner=5: this is a section and needs keys"),
+        ("env=terminal", "env='terminal': this is a section and needs keys; set env.name=terminal"),
+        ("model=Qwen/Qwen3-0.6B", "this is a section and needs keys; set model.path=Qwen/Qwen3-0.6B"),
         ("tools={null: {}}", "tools, line 1: a key is text; put it in quotes"),
         ("run.dir=1.50", "run.dir=1.5: this is text; put it in quotes"),
         ("sampler.temperature=1e-7", "sampler.temperature=1e-07: greedy samples of a group are all the same"),
