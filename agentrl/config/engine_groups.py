@@ -1,10 +1,27 @@
-"""Groups of engines with options of their own (``sampler.groups``)."""
+"""Engines with other options than ``sampler.sglang``: groups (``sampler.groups``), and engines of other models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from agentrl.config.sampler import SamplerConfig, merge_options
+
+_OF_THE_POLICY = frozenset(
+    {
+        *(
+            "chat_template",
+            "context_length",
+            "custom_weight_loader",
+            "enable_lora",
+            "json_model_override_args",
+            "load_format",
+        ),
+        *("model_impl", "model_loader_extra_config", "quantization", "quantization_param_path", "revision"),
+        *("served_model_name", "tokenizer_mode", "tokenizer_path", "torchao_config"),
+    }
+)
+_OF_THE_POLICY_PREFIXES = ("debug_tensor_dump_", "lora_", "max_lora", "speculative_")
+"""SGLang's options that are about the model which an engine serves."""
 
 
 def group_sampler(sampler: SamplerConfig, name: str) -> SamplerConfig:
@@ -70,3 +87,26 @@ def all_samplers(sampler: SamplerConfig) -> Iterator[tuple[str, SamplerConfig]]:
         yield "sampler", sampler
     for name in sampler.groups:
         yield f"sampler.groups.{name}", group_sampler(sampler, name)
+
+
+def other_model_sampler(sampler: SamplerConfig) -> SamplerConfig:
+    """Return engines of another model than the policy: those of the run without the options that are about the policy's model.
+
+    They sample with the weights of their folder, for no learner sends any.
+    """
+    options = {name: value for name, value in sampler.sglang.items() if not _is_of_the_policy(name.replace("-", "_"))}
+    return sampler.model_copy(update={"sglang": options, "groups": {}})
+
+
+def _is_of_the_policy(name: str) -> bool:
+    return name in _OF_THE_POLICY or name.startswith(_OF_THE_POLICY_PREFIXES)
+
+
+def saved_policy_sampler(sampler: SamplerConfig) -> SamplerConfig:
+    """Return engines of a saved policy, which sample with its weights: ``load_format=dummy`` is for those that get others."""
+    options = {
+        name: value
+        for name, value in sampler.sglang.items()
+        if (name.replace("-", "_"), value) != ("load_format", "dummy")
+    }
+    return sampler.model_copy(update={"sglang": options})

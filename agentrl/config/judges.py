@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from agentrl.config.engine_groups import other_model_sampler
 from agentrl.config.rewards import POLICY, JudgeConfig
-from agentrl.config.sampler import SamplerConfig
+from agentrl.config.sampler import SamplerConfig, merge_options
 from agentrl.config.schema import Config
 
 
@@ -43,6 +44,7 @@ def time_shared_judges(config: Config) -> dict[str, JudgeConfig]:
 
 
 def judge_sampler(config: Config, judge: JudgeConfig) -> SamplerConfig:
-    """Return the engines of a judge: the run's, with ``judge.engines`` and ``judge.sglang``."""
-    sglang = {**config.sampler.sglang, **judge.sglang}
-    return config.sampler.model_copy(update={"engines": judge.engines, "sglang": sglang, "groups": {}})
+    """Return the engines of a judge: `other_model_sampler`, with ``judge.engines`` and ``judge.sglang``."""
+    sampler = other_model_sampler(config.sampler)
+    options = merge_options(sampler.sglang, judge.sglang)
+    return sampler.model_copy(update={"engines": judge.engines, "sglang": options})

@@ -41,8 +41,9 @@ class JudgeConfig(Section):
     engines: PositiveInt = 1
     """Engines of ``model``."""
     sglang: dict[str, Any] = Field(default_factory=dict)
-    """Options of SGLang for the engines of ``model``, in addition to ``sampler.sglang``, such as ``{mem_fraction_static: 0.2}``
-    for engines on one GPU with the policy's with ``placement.mode=separate``."""
+    """Options of SGLang for the engines of ``model``, such as ``{mem_fraction_static: 0.2}`` for engines on one GPU with the
+    policy's with ``placement.mode=separate``. Added to those of ``sampler.sglang`` that are not about the policy's model, as
+    ``load_format``, ``context_length`` and ``speculative_algorithm`` are."""
     gpus: Literal["shared", "own"] = "shared"
     """With ``placement.mode=colocate`` or ``disaggregate``: ``shared``: the engines of ``model`` are on the GPUs of the policy's,
     in turn with them. ``own``: they have further GPUs. With ``separate`` they have the GPUs after the policy's, as far as there

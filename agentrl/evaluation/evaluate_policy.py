@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl.config.engine_groups import saved_policy_sampler
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.types import Rollout
@@ -56,6 +57,7 @@ async def open_saved(config: Config, tasks: TaskSources, model: Path, folder: Pa
 
     if names:
         config = await asyncio.to_thread(for_adapters, config, model)
+    config = config.model_copy(update={"sampler": saved_policy_sampler(config.sampler)})
     async with open_services(config, tasks, model, folder, config.run.seed) as services:
         if names:
             services.fleet.set_weight_sync(load)

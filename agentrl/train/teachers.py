@@ -18,7 +18,7 @@ from agentrl.batch.groups import RolloutGroups
 from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.algo import DistillationConfig
 from agentrl.config.checks import is_context_template
-from agentrl.config.engine_groups import training_engines, training_gpus
+from agentrl.config.engine_groups import other_model_sampler, training_engines, training_gpus
 from agentrl.config.schema import Config
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
 from agentrl.core.images import IMAGE_MARK, Image, ImageSpan, PlacedImage
@@ -349,7 +349,7 @@ def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
     logs.mkdir(parents=True, exist_ok=True)
     embedded = config.sampler.embedded
     longer = embedded.model_copy(update={"context": 2 * embedded.context})
-    sampler = config.sampler.model_copy(update={"embedded": longer, "port": 0, "groups": {}})
+    sampler = other_model_sampler(config.sampler).model_copy(update={"embedded": longer, "port": 0})
     spec = EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code)
     return LocalLauncher(spec, training_engines(config.sampler), training_gpus(config.sampler))
 

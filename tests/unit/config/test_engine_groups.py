@@ -7,7 +7,16 @@ import pytest
 from agentrl.cluster import placement_layout as placing
 from agentrl.cluster.placement_layout import check_placement, describe_placement, lay_out, number_by_machine
 from agentrl.config.engine_checks import check_placement as check_placement_keys
-from agentrl.config.engine_groups import evaluation_group, gpus_before, group_sampler, training_engines, training_gpus
+from agentrl.config.engine_groups import (
+    evaluation_group,
+    gpus_before,
+    group_sampler,
+    other_model_sampler,
+    saved_policy_sampler,
+    training_engines,
+    training_gpus,
+)
+from agentrl.config.judges import judge_configs, judge_sampler
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, MissingError
 from agentrl.launch.job import run_gpus
@@ -36,6 +45,21 @@ def test_options_of_a_group_replace_the_common_ones_in_any_spelling() -> None:
     assert sampler.sglang == {"python": "/p", **own}
     assert (sampler.engines, sampler.engine_ranks, sampler.memory_share, sampler.groups) == (3, 2, 0.5, {})
     assert (config.sampler.engine_ranks, config.sampler.memory_share) == (4, 0.8)
+
+
+def test_engines_of_other_models_have_no_option_about_the_policys() -> None:
+    policy = "load_format: dummy, context-length: 4096, speculative_algorithm: NGRAM, speculative_num_draft_tokens: 4"
+    common = "tp_size: 4, mem-fraction-static: 0.8, python: /p, dtype: bfloat16"
+    judge = "reward.judge={model: a/b, sglang: {tp: 1, context_length: 99}}"
+    config = load_config(None, [SGLANG, f"sampler.sglang={{{policy}, {common}}}", "reward.function=judge", judge])
+    sampler = other_model_sampler(config.sampler)
+    assert sampler.sglang == {"tp_size": 4, "mem-fraction-static": 0.8, "python": "/p", "dtype": "bfloat16"}
+    (judge_config,) = judge_configs(config).values()
+    without_size = {name: value for name, value in sampler.sglang.items() if name != "tp_size"}
+    assert judge_sampler(config, judge_config).sglang == without_size | {"tp": 1, "context_length": 99}
+    saved = saved_policy_sampler(config.sampler)
+    assert set(config.sampler.sglang) - set(saved.sglang) == {"load_format"}
+    assert saved_policy_sampler(saved) == saved
 
 
 def test_options_of_the_embedded_engine_that_a_group_does_not_set_are_the_common_ones() -> None:
