@@ -52,8 +52,9 @@ def warm_start_config(config: Config, folder: Path) -> Config | None:
     if name is None:
         return None
     warm_folder = (folder / FOLDER).resolve()
+    model = config.model.model_dump(mode="json", include={"path", "trust_remote_code"})
     of_the_run: Tree = {
-        "model": {"path": config.model.path, "warm_start": None, "warm_start_options": {}},
+        "model": {**model, "warm_start": None, "warm_start_options": {}},
         "render": config.render.model_dump(mode="json"),
         "run": {"dir": str(warm_folder)},
         "sft": {"out": str(warm_folder / "model")},

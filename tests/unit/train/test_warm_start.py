@@ -59,8 +59,10 @@ async def warmed(config: Config, folder: Path, console: Console, *, interrupt_af
 
 
 def test_model_format_and_folders_are_those_of_the_run(config: Config, tmp_path: Path) -> None:
+    config = config.model_copy(update={"model": config.model.model_copy(update={"trust_remote_code": True})})
     warm = warm_start_config(changed(config, sft={"minutes": 0.5}), tmp_path)
     assert warm is not None
+    assert warm.model.trust_remote_code
     assert (warm.model.path, warm.model.warm_start, warm.render.format) == ("multihop-warm", None, "chatml")
     assert (warm.sft.steps, warm.sft.minutes) == (2, 0.5)
     assert warm.run.dir is not None
