@@ -145,6 +145,13 @@ def find_config(name: str) -> Path:
     )
 
 
+def training_configs(env: str) -> list[str]:
+    """Return the names of the shipped configurations that train on an environment."""
+    folder = shipped_folder()
+    files = sorted(file for file in (folder / env).glob("*.yaml") if not file.name.startswith("sft"))
+    return [file.relative_to(folder).with_suffix("").as_posix() for file in files]
+
+
 def default_config(env: str, *, gpu: bool) -> Path | None:
     """Return the shipped configuration for an environment on this hardware, or None."""
     path = shipped_folder() / env / ("gpu.yaml" if gpu else "cpu.yaml")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import orjson
 
+from agentrl.config.load import training_configs
 from agentrl.config.recorded import CONTENT
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataSourceConfig
@@ -111,9 +112,11 @@ def _open(config: Config) -> TaskSet:
         return NoTasks()
     cls = env_class(config.env.name)
     if all(getattr(cls, name).__func__ is getattr(EnvBase, name).__func__ for name in ("tasks", "configured_tasks")):
+        names = ", ".join(f"--config {name}" for name in training_configs(config.env.name))
         raise ConfigError(
             f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
             "a taskset, or define tasks(split, seed) on the environment"
+            + (f"; shipped configurations with tasks: {names}" if names else "")
         )
     return EnvTasks(cls, config.run.seed, config.env.options)
 
