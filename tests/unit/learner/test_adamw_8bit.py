@@ -54,7 +54,8 @@ def test_codes_are_neighbours_of_their_values(exponent: int, spread: int, seed: 
 def test_codes_are_right_in_the_mean() -> None:
     torch.manual_seed(0)
     values = torch.randn(1, 256) * torch.logspace(-5, 0, 256)
-    mean = sum(coded(values, seed) for seed in range(3000)) / 3000
+    blocks = values.expand(100, 256)
+    mean = sum(coded(blocks, seed).mean(0, keepdim=True) for seed in range(30)) / 30
     distance = torch.maximum(values.abs() / 8, values.abs().max() / 448 * 2**-9)
     assert float(((mean - values).abs() / distance).max()) < 5 * 0.5 / 3000**0.5
 
@@ -111,7 +112,7 @@ def test_it_learns_as_well_as_with_float32_moments() -> None:
         model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16))
         optimizer = make([*model.parameters()])
         losses = []
-        for _ in range(200):
+        for _ in range(120):
             inputs = torch.randn(64, 64)
             loss = ((model(inputs) - torch.tanh(inputs @ teacher.T / 20)) ** 2).mean()
             optimizer.zero_grad()
@@ -123,7 +124,7 @@ def test_it_learns_as_well_as_with_float32_moments() -> None:
     def plain(weights: list[nn.Parameter]) -> Optimizer:
         return torch.optim.AdamW(weights, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
 
-    ours, expected = ([final_loss(make, seed) for seed in range(3)] for make in (optimizer_8bit, plain))
+    ours, expected = ([final_loss(make, seed) for seed in range(2)] for make in (optimizer_8bit, plain))
     assert statistics.mean(ours) < 1.05 * statistics.mean(expected)
 
 

@@ -12,7 +12,7 @@ from agentrl.learner.fsdp import rank as fsdp_rank
 from agentrl.learner.fsdp.compute_copies import CopiedLinear, copies_weights
 from tests.unit.learner.learners import Learners, make_batch, tensors
 
-LENGTHS = [30, 50, 20, 7, 60, 33, 12]
+LENGTHS = [30, 50, 20]
 
 
 def train(learners: Learners, name: str, folder: Path) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:

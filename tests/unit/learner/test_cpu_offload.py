@@ -10,7 +10,7 @@ import torch
 from tests.unit.learner.learners import Learners, make_batch, tensors
 
 LENGTHS = (9, 14, 30, 22)
-BATCHES = [make_batch(LENGTHS, seed=seed) for seed in range(4)]
+BATCHES = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
 SAVED_LR = 0.004
 """In the second of five steps of the warm-up, at 0.01 after it."""
 
@@ -38,12 +38,12 @@ def device_bytes(learner) -> int:
 @pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
 def test_training_is_bit_for_bit_the_same(learners, name):
     plain = open_learner(learners, name, "none")
-    straight = [plain.train_step(batch) for batch in BATCHES]
+    straight = [plain.train_step(batch) for batch in BATCHES[:2]]
     expected = tensors(plain)
     assert device_bytes(plain) > 0
 
     learner = open_learner(learners, name)
-    for batch, metrics in zip(BATCHES, straight, strict=True):
+    for batch, metrics in zip(BATCHES[:2], straight, strict=True):
         assert learner.train_step(batch) == metrics
         assert len(states(learner)) > 10
         assert device_bytes(learner) == 0
@@ -65,7 +65,7 @@ def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path,
     for batch in BATCHES[:2]:
         learner.train_step(batch)
     learner.save(tmp_path / "state")
-    straight = [learner.train_step(batch) for batch in BATCHES[2:]]  # while it is written
+    straight = learner.train_step(BATCHES[2])  # while it is written
     learner.finish_save()
     expected = tensors(learner)
 
@@ -75,7 +75,7 @@ def test_a_checkpoint_goes_on_with_and_without_offload(learners, tmp_path: Path,
         assert {group["lr"] for optimizer in learner.rank.optimizers.values() for group in optimizer.param_groups} == {
             SAVED_LR
         }
-        assert [learner.train_step(batch) for batch in BATCHES[2:]] == straight
+        assert learner.train_step(BATCHES[2]) == straight
     actual = tensors(learner)
     assert all(torch.equal(actual[name], value) for name, value in expected.items())
 

@@ -58,10 +58,10 @@ def step(learner, policy, seed):
     [pytest.param({}, marks=pytest.mark.long), {"cpu_offload": "optimizer"}, {"optimizer": {"warmup_steps": 4}}],
 )
 def test_gradients_and_updates_are_those_of_each_policy_trained_alone(learners, options):
-    seeds = {"first": [1, 2, 3], "second": [4, 5]}
+    seeds = {"first": [1, 2], "second": [4]}
     expected = {policy: alone(learners, policy_seeds, **options) for policy, policy_seeds in seeds.items()}
     learner = learners.open(lora=BOTH, max_grad_norm=0.05, **options)
-    order = [("first", 1), ("second", 4), ("first", 2), ("first", 3), ("second", 5)]
+    order = [("first", 1), ("second", 4), ("first", 2)]
     actual = {policy: [] for policy in seeds}
     for policy, seed in order:
         actual[policy].append(step(learner, policy, seed))

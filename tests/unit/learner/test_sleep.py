@@ -16,10 +16,9 @@ def device_bytes(learner) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in learner.rank._state())
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "8bit"])
-@pytest.mark.parametrize("kl", [0.0, 0.1])
+@pytest.mark.parametrize(("name", "kl"), [("adamw", 0.1), ("muon", 0.0), ("8bit", 0.0)])
 def test_training_is_bit_for_bit_the_same(learners, tmp_path, name, kl):
-    batches = [make_batch(LENGTHS, seed=seed) for seed in range(3)]
+    batches = [make_batch(LENGTHS, seed=seed) for seed in range(2)]
     options = {"algo": make_algo(kl_coef=kl)}
     if kl:
         options["reference"] = make_model(tmp_path / "reference")
@@ -62,8 +61,7 @@ def test_a_sleeping_learner_exports_its_weights_and_refuses_other_calls(learners
     learner.train_step(batch)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(("name", "steps"), [("adamw", 0), ("adamw", 1), ("muon", 1)])
 def test_a_sleeping_learner_saves_what_an_awake_one_does(learners, tmp_path, name, steps):
     batches = [make_batch(LENGTHS, seed=seed) for seed in range(steps + 1)]
     learner = learners.open(name)
