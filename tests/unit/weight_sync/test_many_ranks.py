@@ -32,7 +32,7 @@ LAYOUTS = {
     "64 ranks": Layout(64, tensor=2, stages=4, experts=8, senders=4),
     "64 ranks, all gather": Layout(64, tensor=64, experts=64),
 }
-WEIGHTS = make_weights(layers=8, experts=8)
+WEIGHTS = make_weights(layers=4, experts=8)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ def test_what_a_loader_joins_has_one_sender_and_one_bucket_of_every_size(transpo
             assert engine.loader.names == (pair if transport == "delta" else WEIGHTS.keys()), size
             assert engine.weights[changed] == WEIGHTS[changed].tolist()
             await sync.aclose()
-            size *= 3
+            size *= 6
 
     with learner_of(layout, network) as learner:
         asyncio.run(play(learner))
@@ -113,7 +113,7 @@ def test_what_a_loader_joins_has_one_sender_and_one_bucket_of_every_size(transpo
 def test_after_a_refusal_all_senders_join_new_groups() -> None:
     layout, network = LAYOUTS["16 ranks"], Network()
     engines = [Engine(number, [*WEIGHTS], network) for number in range(2)]
-    engines[1].refuse = "model.layers.7.mlp.gate.weight"
+    engines[1].refuse = "model.layers.3.mlp.gate.weight"
     sync = make_transport("distributed", TransportOptions(100, Path(), backend="nccl", timeout_s=30))
 
     async def play(learner: ManyRanks) -> None:
