@@ -42,14 +42,11 @@ def check_learner(make_learner: Callable[[], TrainedLearner], rows: Sequence[Row
         ContractError: a rule is violated; the message has what the learner does and what it should.
     """
     contract = _Contract(make_learner, rows)
-    for check in (
-        contract.check_logprobs,
-        contract.check_nonfinite_gradient,
-        contract.check_sleep,
-        contract.check_reference,
-    ):
-        with closing(make_learner()) as learner:
-            check(learner)
+    with closing(make_learner()) as learner:
+        contract.check_logprobs(learner)
+        contract.check_nonfinite_gradient(learner)
+        contract.check_sleep(learner)
+        contract.check_reference(learner)
     contract.check_parts()
     contract.check_checkpoint(folder / "checkpoint")
 
