@@ -27,7 +27,7 @@ from tests.unit.learner.learners import make_batch
 
 TWO = LoraConfig(rank=4, alpha=8, policies=["first", "second"])
 PROMPT = prompt(3, 40)
-LONG = SamplingParams(max_new_tokens=300, temperature=0.0)
+LONG = SamplingParams(max_new_tokens=160, temperature=0.0)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from agentrl.inference.launch.processes import EngineProcess
 from agentrl.models.load import load_model
 
 T = TypeVar("T")
-GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Memory:
         async def play(client: SGLangClient) -> list[Generation]:
             actual = []
             for version in (3, 4):
-                running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=300), "running"))
+                running = asyncio.create_task(sample(client, prompt(60), SamplingParams(max_new_tokens=100), "running"))
                 await until_sampling(client, [running])
                 await client.memory.release()
                 await client.memory.release()
@@ -55,7 +55,7 @@ class Memory:
 
         async def play(client: SGLangClient) -> list[Generation]:
             await client.updates.from_tensors(named, 7, last=True)
-            many = SamplingParams(max_new_tokens=300, ignore_eos=True)
+            many = SamplingParams(max_new_tokens=180, ignore_eos=True)
             running = [asyncio.create_task(sample(client, prompt(64), many, f"cut{number}")) for number in range(3)]
             await until_sampling(client, running)
             late = asyncio.create_task(sample(client, prompt(64), many, "late"))
@@ -69,7 +69,7 @@ class Memory:
             return await asyncio.gather(*running, late)
 
         actual = engine.drive(play)
-        assert [len(row.token_ids) for row in actual] == [300] * 4
+        assert [len(row.token_ids) for row in actual] == [180] * 4
         versions = [[version for _, version in row.versions] for row in actual]
         assert versions[:3] == [[7, 8] if mode == "abort" else [8]] * 3
         assert versions[3][-1] == 8

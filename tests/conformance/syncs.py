@@ -154,7 +154,7 @@ class Syncs:
         async def play(_: SGLangClient) -> Generation:
             client = SGLangClient(engine.url, timeout_s=60, prefix_cache=kept_mode)
             await client.updates.from_tensors(list(engine.model.state_dict().items()), 41, last=True)
-            task = asyncio.create_task(sample(client, prompt(93), SamplingParams(max_new_tokens=200)))
+            task = asyncio.create_task(sample(client, prompt(93), SamplingParams(max_new_tokens=120)))
             await until_sampling(client, [task])
             await client.pause("in_place")
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 42, last=True)
@@ -170,5 +170,5 @@ class Syncs:
 
         if engine.traits.changes_beside_held:
             generations = engine.drive(play)
-            assert len(generations.token_ids) == 200
+            assert len(generations.token_ids) == 120
             assert {version for _, version in generations.versions} <= {41, 42}

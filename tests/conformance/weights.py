@@ -24,12 +24,12 @@ class Weights:
     ) -> None:
         """Each token's log-probability is that of the weights its version names, over the tokens before it.
 
-        Tried again where the engine was so quick or so slow that no request was under way when the weights changed.
+        Tried again where the engine was so quick that no request was under way when the weights changed, or had no token.
         """
         if mode == "retract" and not engine.traits.changes_beside_held:
             self.refused_beside_held(engine, transport)
             return
-        assert any(self.change_after(seconds, engine, mode, transport) for seconds in (0.2, 0.05, 0.6, 0.02, 2.0))
+        assert any(self.change_after(seconds, engine, mode, transport) for seconds in (0.0, 0.05, 0.02, 0.2, 0.6))
 
     def refused_beside_held(self, engine: Engine, transport: str) -> None:
         """The engine goes on with what it had."""
@@ -53,14 +53,15 @@ class Weights:
         assert len(generation.token_ids) == 200
 
     def change_after(self, seconds: float, engine: Engine, mode: str, transport: str) -> bool:
-        """Change the weights after so long; return whether a turn has tokens of both."""
-        params = SamplingParams(max_new_tokens=200)
+        """Change the weights so long after all requests have begun; return whether a turn has tokens of both."""
+        params = SamplingParams(max_new_tokens=160)
 
         async def play(client: SGLangClient) -> list[Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(30 + index), params, f"r{index}")) for index in range(4)]
+            await until_sampling(client, tasks)
             await asyncio.sleep(seconds)
             await client.pause(mode)
-            late = asyncio.create_task(sample(client, prompt(34), params, "late"))
+            late = asyncio.create_task(sample(client, prompt(34), GREEDY, "late"))
             if transport == "disk":
                 await client.updates.from_disk(engine.other, 5)
             else:
@@ -78,9 +79,9 @@ class Weights:
         split = False
         for index, generation in enumerate(generations):
             ids = prompt(30 + index)
-            assert len(generation.token_ids) == 200
+            assert len(generation.token_ids) == 160
             assert generation.finish_reason is FinishReason.LENGTH
-            starts = [*(start for start, _ in generation.versions), 200]
+            starts = [*(start for start, _ in generation.versions), 160]
             for (start, version), end in zip(generation.versions, starts[1:], strict=True):
                 model = engine.model if version == 0 else engine.other_model
                 expected = reference_logprobs(
@@ -91,13 +92,13 @@ class Weights:
         return split
 
     def test_an_update_without_a_pause_waits_for_what_runs_and_drops_the_cache(self, engine: Engine) -> None:
-        params = SamplingParams(max_new_tokens=200)
+        params = SamplingParams(max_new_tokens=120)
 
         async def play(client: SGLangClient) -> tuple[list[Generation], Generation]:
             tasks = [asyncio.create_task(sample(client, prompt(40 + index), params, f"r{index}")) for index in range(4)]
             await until_sampling(client, tasks)
             await client.updates.from_tensors(list(engine.other_model.state_dict().items()), 3, last=True)
-            state_after = await sample(client, prompt(40), params, "after")
+            state_after = await sample(client, prompt(40), SamplingParams(max_new_tokens=12), "after")
             return await asyncio.gather(*tasks), state_after
 
         state_before, state_after = engine.drive(play)
