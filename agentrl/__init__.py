@@ -11,63 +11,117 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from agentrl.core.callback import Callback, OptimizerBatch, RunHandle
-from agentrl.core.data_source import DataSource
-from agentrl.core.env import AsyncEnv, Env, Step
-from agentrl.core.errors import (
-    CallbackError,
-    ConfigError,
-    MissingError,
-    RunStopped,
-    TaskError,
-    ToolFailure,
-    UserError,
-    unknown_name,
-)
 from agentrl.core.extras import missing_extra_error
-from agentrl.core.images import IMAGE_MARK, Image, load_image
-from agentrl.core.multi_agent_env import AecAdapter, MultiAgentEnv, MultiReset, MultiStep, Player, RandomPlayer, View
-from agentrl.core.policy_evaluation import PolicyEvaluation
-from agentrl.core.registry import make_env, register_env, register_tool, served_tools
-from agentrl.core.task import MadeTasks, Task, TaskSet
-from agentrl.core.tool import Tool, ToolService, tool
-from agentrl.core.training_sample import SampleRow, TrainingSample
-from agentrl.core.turn_game import TurnGame
-from agentrl.core.types import (
-    Action,
-    CallStatus,
-    Info,
-    Message,
-    Observation,
-    Rewrite,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolCalls,
-    ToolResult,
-    ToolResults,
-    ToolStatus,
-    message_with_images,
-)
-from agentrl.episode.chat import Agent, Chat
-from agentrl.episode.custom_loop import uses_tools
-from agentrl.rewards.sample import Sample
 
 if TYPE_CHECKING:
     from agentrl.api.evaluating import Evaluation, evaluate, rollout
     from agentrl.api.training import Checkpoint, Run, train
+    from agentrl.core.callback import Callback, OptimizerBatch, RunHandle
+    from agentrl.core.data_source import DataSource
+    from agentrl.core.env import AsyncEnv, Env, Step
+    from agentrl.core.errors import (
+        CallbackError,
+        ConfigError,
+        MissingError,
+        RunStopped,
+        TaskError,
+        ToolFailure,
+        UserError,
+        unknown_name,
+    )
+    from agentrl.core.images import IMAGE_MARK, Image, load_image
+    from agentrl.core.multi_agent_env import (
+        AecAdapter,
+        MultiAgentEnv,
+        MultiReset,
+        MultiStep,
+        Player,
+        RandomPlayer,
+        View,
+    )
+    from agentrl.core.policy_evaluation import PolicyEvaluation
+    from agentrl.core.registry import make_env, register_env, register_tool, served_tools
+    from agentrl.core.task import MadeTasks, Task, TaskSet
+    from agentrl.core.tool import Tool, ToolService, tool
+    from agentrl.core.training_sample import SampleRow, TrainingSample
+    from agentrl.core.turn_game import TurnGame
+    from agentrl.core.types import (
+        Action,
+        CallStatus,
+        Info,
+        Message,
+        Observation,
+        Rewrite,
+        Rollout,
+        StopReason,
+        ToolCall,
+        ToolCalls,
+        ToolResult,
+        ToolResults,
+        ToolStatus,
+        message_with_images,
+    )
+    from agentrl.episode.chat import Agent, Chat
+    from agentrl.episode.custom_loop import uses_tools
+    from agentrl.rewards.sample import Sample
 
 __version__ = "0.1.0"
 
-_LAZY = {
-    "Checkpoint": "agentrl.api.training",
-    "Evaluation": "agentrl.api.evaluating",
-    "Run": "agentrl.api.training",
-    "evaluate": "agentrl.api.evaluating",
-    "rollout": "agentrl.api.evaluating",
-    "train": "agentrl.api.training",
+_MODULES = {
+    "agentrl.api.evaluating": ("Evaluation", "evaluate", "rollout"),
+    "agentrl.api.training": ("Checkpoint", "Run", "train"),
+    "agentrl.core.callback": ("Callback", "OptimizerBatch", "RunHandle"),
+    "agentrl.core.data_source": ("DataSource",),
+    "agentrl.core.env": ("AsyncEnv", "Env", "Step"),
+    "agentrl.core.errors": (
+        "CallbackError",
+        "ConfigError",
+        "MissingError",
+        "RunStopped",
+        "TaskError",
+        "ToolFailure",
+        "UserError",
+        "unknown_name",
+    ),
+    "agentrl.core.images": ("IMAGE_MARK", "Image", "load_image"),
+    "agentrl.core.multi_agent_env": (
+        "AecAdapter",
+        "MultiAgentEnv",
+        "MultiReset",
+        "MultiStep",
+        "Player",
+        "RandomPlayer",
+        "View",
+    ),
+    "agentrl.core.policy_evaluation": ("PolicyEvaluation",),
+    "agentrl.core.registry": ("make_env", "register_env", "register_tool", "served_tools"),
+    "agentrl.core.task": ("MadeTasks", "Task", "TaskSet"),
+    "agentrl.core.tool": ("Tool", "ToolService", "tool"),
+    "agentrl.core.training_sample": ("SampleRow", "TrainingSample"),
+    "agentrl.core.turn_game": ("TurnGame",),
+    "agentrl.core.types": (
+        "Action",
+        "CallStatus",
+        "Info",
+        "Message",
+        "Observation",
+        "Rewrite",
+        "Rollout",
+        "StopReason",
+        "ToolCall",
+        "ToolCalls",
+        "ToolResult",
+        "ToolResults",
+        "ToolStatus",
+        "message_with_images",
+    ),
+    "agentrl.episode.chat": ("Agent", "Chat"),
+    "agentrl.episode.custom_loop": ("uses_tools",),
+    "agentrl.rewards.sample": ("Sample",),
 }
-"""Modules of the names that are imported when they are used: environments and tools need neither torch nor Ray."""
+"""The names of this package by their modules, which are imported when a name is used: environments and tools need neither torch
+nor Ray, and the keeper of an engine nothing of all this."""
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -36,7 +36,7 @@ def long_proof(test: Callable[..., None]) -> Callable[..., None]:
 class PlayOn(Protocol):
     """Makes the episodes of an engine."""
 
-    def __call__(self, *, temperature: float) -> EngineEpisodes:
+    def __call__(self, *, temperature: float, max_new_tokens: int = 48) -> EngineEpisodes:
         """Return episodes that are sampled with a temperature."""
         ...
 
@@ -48,17 +48,19 @@ class EngineEpisodes:
         model: folder of the engine's policy.
         url: of the engine.
         temperature: of all turns.
+        max_new_tokens: of a turn.
     """
 
-    def __init__(self, model: Path, url: str, temperature: float) -> None:
+    def __init__(self, model: Path, url: str, temperature: float, max_new_tokens: int = 48) -> None:
         self.renderer: ChatRenderer = load_renderer(model)
         self.counts = Counter[str]()
         self._url = url
         self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
 
     def play(self, talk: object, **options: Any) -> Played:
         """Play one episode; see `gateway_episodes.play_with`."""
-        limits = LIMITS | {"max_tokens": 3000, "max_new_tokens": 48, "max_seconds": 300.0}
+        limits = LIMITS | {"max_tokens": 3000, "max_new_tokens": self._max_new_tokens, "max_seconds": 300.0}
         sampler = EngineSampler(self._url)
         return play_with(self.renderer, sampler, talk, temperature=self._temperature, **limits, **options)
 

@@ -54,7 +54,7 @@ def _tokenizer() -> Any:
     return chat_tokenizer(base, CHATML)
 
 
-def save_talking_policy(folder: Path) -> Path:
+def save_talking_policy(folder: Path, steps: int = _STEPS, rows: int = _ROWS) -> Path:
     """Train the policy and write it, with its tokenizer."""
     tokenizer, rng = _tokenizer(), random.Random(0)
     torch.manual_seed(0)
@@ -77,9 +77,9 @@ def save_talking_policy(folder: Path) -> Path:
     )
     model = Qwen3ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=_STEPS)
-    for _ in range(_STEPS):
-        texts = ("".join(_talk(rng) for _ in range(8)) for _ in range(_ROWS))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps)
+    for _ in range(steps):
+        texts = ("".join(_talk(rng) for _ in range(8)) for _ in range(rows))
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)[:_TOKENS] for text in texts])
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()

@@ -121,6 +121,10 @@ def _text(value: object) -> str:
     """Return a value as YAML on one line."""
     if value is None or isinstance(value, bool | int):
         return json.dumps(value)
+    if type(value) is float:
+        return _text_of_float(repr(value))
+    if value == []:
+        return "[]"
     return _text_of_string(value) if type(value) is str else _dump_on_one_line(value)
 
 
@@ -128,6 +132,12 @@ def _text(value: object) -> str:
 def _text_of_string(value: str) -> str:
     """Return a text as YAML on one line; a configuration has a thousand names, and YAML takes 100 µs for each."""
     return _dump_on_one_line(value)
+
+
+@lru_cache(maxsize=4096)
+def _text_of_float(digits: str) -> str:
+    """Return a float as YAML; by its digits, as 0.0 and -0.0 are equal."""
+    return _dump_on_one_line(float(digits))
 
 
 def _dump_on_one_line(value: object) -> str:

@@ -42,9 +42,9 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
         sync = make_transport(
             transport, TransportOptions(bucket_bytes=40_000, folder=tmp_path / "weights", check="checksum")
         )
-        rows = await sample_rows(client, PROMPTS, tokens=40, version=0)
+        rows = await sample_rows(client, PROMPTS, tokens=16, version=0)
         try:
-            for version in (1, 2, 3):
+            for version in (1, 2):
                 await sharing.switch_to_learner(learner, watch)
                 late = asyncio.ensure_future(sample_rows(client, PROMPTS[:1], tokens=4, version=version))
                 await asyncio.sleep(0.1)
@@ -56,14 +56,14 @@ def test_engine_and_learner_agree_turn_by_turn(tmp_path: Path, transport: str) -
                 await late
                 with pytest.raises(LearnerError, match="sleep"):
                     learner.train_step(batch_of(rows))
-                state_before, rows = rows, await sample_rows(client, PROMPTS, tokens=40, version=version)
+                state_before, rows = rows, await sample_rows(client, PROMPTS, tokens=16, version=version)
                 learner.wake()
                 assert agreement(learner, rows).largest < 1e-4
                 assert agreement(learner, state_before).largest > 1e-2
                 learner.sleep()
-            await sync.sync_weights(learner, [client], 4)  # as after a restart: the learner sleeps
+            await sync.sync_weights(learner, [client], 3)  # as after a restart: the learner sleeps
             reply = await client.generate(Prompt((5, 6)), SamplingParams(4), session_id="s", request_id="r")
-            assert reply.versions == ((0, 4),)
+            assert reply.versions == ((0, 3),)
         finally:
             await sync.aclose()
             await client.aclose()

@@ -45,7 +45,11 @@ async def episode(scheduler: Scheduler, shared: list[int], index: int) -> list[t
 
 @pytest.mark.parametrize(
     ("family", "slots", "threads"),
-    [*((family, 5, 1) for family in FAMILIES), ("qwen3", 32, 2), ("mistral", 32, 2)],  # threads know windows, not families
+    [
+        *((family, 5, 1) for family in FAMILIES),
+        ("qwen3", 32, 2),
+        ("mistral", 32, 2),
+    ],  # threads know windows, not families
 )
 def test_many_turns_match_a_plain_forward(
     tmp_path: Path, family: str, slots: int, threads: int, monkeypatch: pytest.MonkeyPatch

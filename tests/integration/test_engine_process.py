@@ -22,14 +22,14 @@ def test_the_models_own_end_token_ends_a_turn_and_a_broken_model_ends_the_engine
 ) -> None:
     folder = save_model(tmp_path / "model", end=17)
     broken = {name: tensor * float("nan") for name, tensor in load_model(folder).state_dict().items()}
-    engine = launch_embedded(folder, EmbeddedConfig(slots=8, context=512, threads=1), log=tmp_path / "log", version=4)
+    engine = launch_embedded(folder, EmbeddedConfig(slots=16, context=256, threads=1), log=tmp_path / "log", version=4)
 
     async def play() -> None:
         client = SGLangClient(engine.url, timeout_s=30)
         try:
             assert await client.version() == 4
-            params = SamplingParams(max_new_tokens=500)
-            turns = [client.generate(Prompt((5, at)), params, session_id="s", request_id=f"r{at}") for at in range(20)]
+            params = SamplingParams(max_new_tokens=200)
+            turns = [client.generate(Prompt((5, at)), params, session_id="s", request_id=f"r{at}") for at in range(16)]
             for generation in await asyncio.gather(*turns):
                 ends = [at for at, token in enumerate(generation.token_ids) if token == 17]
                 stopped = generation.finish_reason is FinishReason.STOP
