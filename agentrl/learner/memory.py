@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from agentrl.config.learner import Recompute
 
@@ -36,7 +36,7 @@ class LearnerMemory:
     @property
     def total(self) -> int:
         """The sum. Fragmentation, NCCL's buffers and the CUDA context come on top, a few GB."""
-        return sum(asdict(self).values())
+        return sum(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +15,14 @@ from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
 from agentrl.core.errors import ConfigError, NoLayoutError
 from agentrl.learner.fsdp.backend import FsdpBackend
-from agentrl.learner.fsdp.memory import fsdp_memory
+from agentrl.learner.fsdp.memory import FsdpMemory
 from agentrl.learner.megatron.backend import MegatronBackend
 from agentrl.learner.megatron.families.registry import read_family
 from agentrl.learner.megatron.memory import MegatronWork, megatron_memory
-from agentrl.learner.memory import LearnerMemory, with_critic
+from agentrl.learner.memory import LearnerMemory, MemoryOptions, with_critic
 from agentrl.models.reference_policy import CRITIC_KEY
 from agentrl.planner.engine import MACHINE
-from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_memory, memory_options, micro_tokens
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, critic_estimator, memory_options, micro_tokens
 
 _FSDP = tuple(
     (recompute, reshard)
@@ -47,6 +48,41 @@ class Candidate:
     """Bytes of a rank of a critic that has its own GPUs; 0 without."""
 
 
+class Models:
+    """The models that a learner is planned for, each read once for all layouts of FSDP.
+
+    Args:
+        policy: of transformers, on ``meta``; weights that are not trained are without ``requires_grad``.
+        critic: folder of the critic, if there is one.
+    """
+
+    def __init__(self, policy: Any, critic: Path | None = None) -> None:
+        self.policy, self.critic = policy, critic
+        self._critic_memory: Callable[[Config, MemoryOptions], LearnerMemory] | None = None
+
+    @cached_property
+    def policy_memory(self) -> FsdpMemory:
+        """Estimates the memory of a rank of the policy.
+
+        Raises:
+            ModelError: transformers does not say which layers the model has.
+        """
+        return FsdpMemory(self.policy)
+
+    def critic_memory(self, config: Config, options: MemoryOptions) -> LearnerMemory | None:
+        """Return the memory of an FSDP rank of the critic; None without one.
+
+        Args:
+            config: of the run.
+            options: of the policy.
+        """
+        if self.critic is None:
+            return None
+        if self._critic_memory is None:
+            self._critic_memory = critic_estimator(config, self.critic)
+        return self._critic_memory(config, options)
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a learner is planned for."""
@@ -57,11 +93,8 @@ class Request:
     """Their values."""
     folder: Path
     """With the model's ``config.json``."""
-    model: Any
-    """Of transformers, on ``meta``; weights that are not trained are without ``requires_grad``."""
+    models: Models
     ranks: int
-    critic: Path | None = None
-    """Folder of the critic, if there is one."""
     shares_gpus: bool = True
     """Whether the critic has the policy's GPUs."""
 
@@ -121,8 +154,8 @@ def _fsdp_layouts(request: Request) -> Iterator[Candidate]:
             continue
         has_layout = True
         options = memory_options(config, request.folder)
-        policy = fsdp_memory(request.model, config.learner, options)
-        critic = None if request.critic is None else critic_memory(config, request.critic, options)
+        policy = request.models.policy_memory(config.learner, options)
+        critic = request.models.critic_memory(config, options)
         yield _candidate(request, "fsdp", settings, policy, critic)
     if not has_layout:
         raise NoLayoutError(str(last_error))
@@ -174,9 +207,9 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
             layout_work = replace(work, recompute=general.recompute if recompute == "auto" else recompute)
             memory = megatron_memory(family, hf, options, layout_work)
             critic = None
-            if request.critic is not None:
+            if request.models.critic is not None:
                 critic_work = replace(layout_work, reference=False, values=True, freeze=())
-                critic = megatron_memory(*read_family(request.critic, CRITIC_KEY), options, critic_work)
+                critic = megatron_memory(*read_family(request.models.critic, CRITIC_KEY), options, critic_work)
         except ConfigError as error:
             last_error = error
             continue

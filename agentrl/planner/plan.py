@@ -29,7 +29,7 @@ from agentrl.planner.engine import (
 )
 from agentrl.planner.groups import GroupPlan, plan_groups
 from agentrl.planner.judges import RESTING_BYTES, JudgePlan, own_gpus, plan_judges
-from agentrl.planner.layouts import Candidate, Request, layouts
+from agentrl.planner.layouts import Candidate, Models, Request, layouts
 from agentrl.planner.training_summary import FITS, KEEPS_GRADIENTS, micro_tokens, trained_model
 from agentrl.weight_sync.bucketwise import IpcSync
 from agentrl.weight_sync.registry import transport_faults
@@ -101,6 +101,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     options = []
     path = base.algo.critic.path
     critic = None if not needs_critic(base.algo) else folder if path is None else find_architecture(path, CRITIC_KEY)
+    models = Models(model, critic)
     judge_gpus = own_gpus(base, gpus.bytes)
     if judge_gpus >= gpus.count:
         raise ConfigError(
@@ -117,7 +118,7 @@ def make_plan(layers: Sequence[Layer], gpus: Gpus) -> Plan:
     run_gpus = replace(gpus, count=gpus.count - judge_gpus - group_gpus)
     for mode, learner_gpus in _placements(base, configured, run_gpus, is_only_gpu=gpus.count == 1):
         ranks = int(section.get("ranks", learner_gpus))
-        request = Request((BASE, *layers), configured, folder, model, ranks, critic, mode == "colocate")
+        request = Request((BASE, *layers), configured, folder, models, ranks, mode == "colocate")
         for backend in backends:
             try:
                 options.append(_option(request, backend, mode, run_gpus, weights, groups))
@@ -180,9 +181,11 @@ def _option(
     engine_gpus = 0
     has_common_engines = not config.sampler.urls and not disaggregated_groups(config.sampler)
     if has_common_engines:
-        engine_gpus = request.ranks if shared else gpus.count - request.ranks * (2 if request.critic is not None else 1)
+        engine_gpus = (
+            request.ranks if shared else gpus.count - request.ranks * (2 if request.models.critic is not None else 1)
+        )
         if engine_gpus < 1:
-            critic = "" if request.critic is None or shared else " and as many for the critic"
+            critic = "" if request.models.critic is None or shared else " and as many for the critic"
             raise ConfigError(
                 f"learner.ranks={request.ranks}{critic} with --gpus {gpus.count}: no GPU is left for an engine"
             )
@@ -226,7 +229,7 @@ def _plan_engines(
     request: Request, config: Config, mode: str, gpus: Gpus, engine_gpus: int, weights: EngineWeights
 ) -> Iterator[EnginePlan]:
     """Yield the engines that are tried, in this order."""
-    hf, sampler, row_tokens = request.model.config, config.sampler, config.max_tokens
+    hf, sampler, row_tokens = request.models.policy.config, config.sampler, config.max_tokens
     if mode == "separate":
         rollouts = [source.rollout for source in config.by_source().values()]
         rows = min(

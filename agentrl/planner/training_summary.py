@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +85,7 @@ def describe_memory(config: Config, folder: Path, critic: Path | None = None) ->
     ranks = config.learner.ranks
     line = f"about {memory.total / 2**30:.1f} GiB on each of {ranks} learner ranks ({device}): {parts}"
     if critic is not None and not memory.critic:
-        critic_bytes = critic_memory(config, critic, memory_options(config, folder)).total
+        critic_bytes = critic_estimator(config, critic)(config, memory_options(config, folder)).total
         lines.insert(0, f"{'memory':<13}about {critic_bytes / 2**30:.1f} GiB on each of {ranks} ranks of the critic")
     return [f"{'memory':<13}{line}", *lines]
 
@@ -262,24 +261,25 @@ def memory_estimator(
 
     backend, shared = config.learner.backend, config.placement.shares_gpus
     policy_memory = _ESTIMATORS[backend](config.learner, folder, values=False)
-    critic_estimator = _critic_estimator(config, critic) if critic is not None and shared else None
+    critic_memory = critic_estimator(config, critic) if critic is not None and shared else None
 
     def estimate(config: Config, accumulates: bool) -> LearnerMemory:
         options = memory_options(config, folder, accumulates=accumulates)
         memory = policy_memory(config.learner, options)
-        if critic_estimator is None:
+        if critic_memory is None:
             return memory
-        return with_critic(memory, critic_estimator(config, options), keeps_gradients=KEEPS_GRADIENTS[backend])
+        return with_critic(memory, critic_memory(config, options), keeps_gradients=KEEPS_GRADIENTS[backend])
 
     return estimate
 
 
-def critic_memory(config: Config, folder: Path, options: MemoryOptions) -> LearnerMemory:
-    """Return the memory that a rank of the critic in ``folder`` needs, with the options of the policy; see `estimate_memory`."""
-    return _critic_estimator(config, folder)(config, options)
+def critic_estimator(config: Config, folder: Path) -> Callable[[Config, MemoryOptions], LearnerMemory]:
+    """Return a function of configuration and the policy's options for the memory of a rank of the critic in ``folder``.
 
-
-def _critic_estimator(config: Config, folder: Path) -> Callable[[Config, MemoryOptions], LearnerMemory]:
+    Raises:
+        ConfigError: see `estimate_memory`.
+        ModelError: see `estimate_memory`.
+    """
     memory = _ESTIMATORS[config.learner.backend](config.learner, folder, values=True)
 
     def estimate(config: Config, options: MemoryOptions) -> LearnerMemory:
@@ -293,10 +293,9 @@ _Estimator = Callable[["LearnerConfig", "MemoryOptions"], "LearnerMemory"]
 
 
 def _fsdp_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:
-    from agentrl.learner.fsdp.memory import fsdp_memory
+    from agentrl.learner.fsdp.memory import FsdpMemory
 
-    model = meta_model(folder, CRITIC_KEY, values=True) if values else trained_model(learner, folder)
-    return partial(fsdp_memory, model)
+    return FsdpMemory(meta_model(folder, CRITIC_KEY, values=True) if values else trained_model(learner, folder))
 
 
 def _megatron_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:

@@ -27,6 +27,8 @@ class Kind(StrEnum):
 
 
 ALL_KINDS = frozenset(Kind)
+_BLOCKS = ("body", "handlers", "orelse", "finalbody", "cases")
+"""Fields of nodes that hold statements, or what holds statements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +130,10 @@ def _import_statements(nodes: Iterable[ast.AST], kind: Kind) -> Iterator[tuple[a
         elif isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
             yield from _import_statements(node.body, Kind.TYPING)
             yield from _import_statements(node.orelse, kind)
-        elif not isinstance(node, ast.expr):  # no import is in an expression
+        else:  # no import is in an expression
             lazy = isinstance(node, FUNCTIONS) and kind is Kind.RUNTIME
-            yield from _import_statements(ast.iter_child_nodes(node), Kind.LAZY if lazy else kind)
+            for field in _BLOCKS:
+                yield from _import_statements(getattr(node, field, ()), Kind.LAZY if lazy else kind)
 
 
 def _targets(

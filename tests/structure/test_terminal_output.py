@@ -23,7 +23,7 @@ ONLY_IN_THE_CONSOLE = {
     "rich.logging.RichHandler", "rich.text.Text.from_markup", "logging.basicConfig", "logging.StreamHandler", "print",
 }  # fmt: skip
 """They read markup, print by themselves, or make another console."""
-PRINTING = re.compile("print|rich|logging|markup|status|std(out|err)")
+PRINTING = re.compile(r"\bprint\b|\brich\b|basicConfig|StreamHandler|\bmarkup\b|status\(|std(out|err)\.write")
 """A module without any of these calls none of them, and is not parsed."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -28,48 +28,96 @@ _LOGITS, _LOGITS_EAGER = 2, 5
 """Arrays of a chunk's logits at the same time: with compilation they and their gradient, else intermediate results too."""
 
 
-def fsdp_memory(hf: Any, config: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
-    """Return the memory of one rank at the moment of an optimizer step that needs most.
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """Shape of a parameter, and whether it is trained. To read both of a parameter takes longer than to compute with them."""
+
+    shape: tuple[int, ...]
+    count: int
+    """Numbers."""
+    trained: bool
+    is_vector: bool
+    """See `agentrl.learner.fsdp.optimizer.is_vector`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """What the memory of a decoder layer depends on; equal layers of a model are the same object."""
+
+    weights: tuple[_Weight, ...]
+    linears: tuple[tuple[int, int], ...]
+    """Sizes of inputs and outputs."""
+    expert_count: int
+    """Numbers of all fused experts; 0 without."""
+    copied: int
+    """Numbers of weights that may have copies (`copied_layers`)."""
+
+    @property
+    def count(self) -> int:
+        """Numbers of all weights."""
+        return _count(self.weights)
+
+
+class FsdpMemory:
+    """Estimates memory of one model, which is read once: to go through its modules takes longer than an estimate.
 
     Args:
         hf: a model of transformers, such as `agentrl.models.load.empty_model` returns; its weights are not read. With a
-            value head it is a critic.
-            Those without ``requires_grad`` are not trained.
-        config: optimizer, sharding and chunk of logits.
-        options: ranks, tokens and precision.
+            value head it is a critic. Those without ``requires_grad`` are not trained.
     """
-    return max(_moments(hf, config, options), key=lambda moment: moment.total)
+
+    def __init__(self, hf: Any) -> None:
+        self.hf = hf
+        self.weights = _read_weights(hf)
+        layers = dict[tuple[object, ...], _Layer]()
+        self.layers = [_read_layer(layer, layers) for layer in decoder_layers(hf)]
+        self.blocks = [_read_weights(block) for block in vision_blocks(hf)]
+
+    def __call__(self, config: LearnerConfig, options: MemoryOptions) -> LearnerMemory:
+        """Return the memory of one rank at the moment of an optimizer step that needs most.
+
+        Args:
+            config: optimizer, sharding and chunk of logits.
+            options: ranks, tokens and precision.
+        """
+        return max(_moments(self, config, options), key=lambda moment: moment.total)
 
 
-def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
+def _read_weights(module: nn.Module) -> tuple[_Weight, ...]:
+    named = module.named_parameters()
+    return tuple(_Weight(tuple(p.shape), p.numel(), p.requires_grad, is_vector(name, p)) for name, p in named)
+
+
+def _read_layer(layer: nn.Module, known_layers: dict[tuple[object, ...], _Layer]) -> _Layer:
+    """Return what is known of a layer: that of the first one that is equal."""
+    weights = _read_weights(layer)
+    linears = tuple((m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear))
+    expert_count = sum(_count(_read_weights(module)) for module in expert_modules(layer))
+    copied = sum(linear.weight.numel() for linear in copied_layers([layer]))
+    key = (weights, linears, expert_count, copied)
+    return known_layers.setdefault(key, _Layer(weights, linears, expert_count, copied))
+
+
+def _moments(model: FsdpMemory, config: LearnerConfig, options: MemoryOptions) -> Iterator[LearnerMemory]:
     """Yield the memory at the head, at each layer of the backward pass, at the embeddings, the last of it, and in the update."""
-    size, several, tokens = options.size, options.ranks > 1, options.tokens
-    layers, blocks = decoder_layers(hf), vision_blocks(hf)
-    # To go through the modules of a model takes longer than what is computed of their parameters.
-    parameters = {module: tuple(module.parameters()) for module in (hf, *layers, *blocks)}
-    units = [_count(parameters[layer]) for layer in layers]
-    block_units = [_count(parameters[block]) for block in blocks]
-    outer = _count(parameters[hf]) - sum(units) - sum(block_units)
-    exchanges = [config.expert_parallel > 1 and bool(expert_modules(layer)) for layer in layers]
-    units = [
-        unit if config.expert_parallel == 1 else _whole_count(layer, config.expert_parallel)
-        for layer, unit in zip(layers, units, strict=True)
-    ]
-    # Layers with divided experts are not compiled.
-    layer_options = [replace(options, compiled=options.compiled and not has_exchange) for has_exchange in exchanges]
+    size, several, tokens, hf = options.size, options.ranks > 1, options.tokens, model.hf
+    layers, blocks = model.layers, model.blocks
+    whole_units = [layer.count for layer in layers]
+    block_units = [_count(block) for block in blocks]
+    outer = _count(model.weights) - sum(whole_units) - sum(block_units)
+    units = [unit - _others_experts(layer, config) for layer, unit in zip(layers, whole_units, strict=True)]
     shards, adapters = (
-        _shards(parameters[hf], options.shards, trained=False),
+        _shards(model.weights, options.shards, trained=False),
         sum(_adapters(layer, config, options) for layer in layers),
     )
-    trained = _shards(parameters[hf], options.shards, trained=True) + adapters
-    states = _optimizer(hf, config, options.shards) + 2 * adapters
+    trained = _shards(model.weights, options.shards, trained=True) + adapters
+    states = _optimizer(model, config, options.shards) + 2 * adapters
     state = {"weights": shards + adapters, "optimizer": 0 if config.cpu_offload == "optimizer" else states}
     state |= {"reference": shards if options.reference else 0}
-    copied = [0] * len(layers)
-    if copies_weights(
+    has_copies = copies_weights(
         config, options.recompute, ranks=options.ranks, bfloat16=options.bfloat16, compiled=options.compiled
-    ):
-        copied = [sum(linear.weight.numel() for linear in copied_layers([layer])) for layer in layers]
+    )
+    copied = [layer.copied if has_copies else 0 for layer in layers]
     state["copies"] = size * sum(copied)
     # Autograd adds up the gradients of tied embeddings and head before it adds them to that of the weight. FSDP reduces the
     # gradient of a unit: there are a whole one, and its float32 copy.
@@ -82,13 +130,8 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     sums = trained // 2 if rounded else trained
     gradients = sums if options.accumulates or rounded else 0
     hidden = hf.config.get_text_config().hidden_size
-    widths = [
-        _widths(layer, hf.config, config, compiled=layer_option.compiled, exchanges=has_exchange)
-        for layer, layer_option, has_exchange in zip(layers, layer_options, exchanges, strict=True)
-    ]
-    layer_activations = [
-        tokens * saved_bytes(width, layer_option) for width, layer_option in zip(widths, layer_options, strict=True)
-    ]
+    by_layer = {layer: _layer_bytes(layer, hf.config, config, options) for layer in dict.fromkeys(layers)}
+    activations = tokens * sum(by_layer[layer][0] for layer in layers)
     # The final norm keeps its input and what it scales; its result is float32 where its input is.
     last = tokens * hidden * (2 * options.hidden_size + FLOAT32)
     gathered = _gathered_bytes([*units, *block_units], outer, config, options)
@@ -99,24 +142,26 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
         **state,
         gradients=gradients,
         gathered=gathered,
-        activations=tower + sum(layer_activations) + last,
+        activations=tower + activations + last,
         logits=_head(hf, config, options),
     )
-    below = tower + sum(layer_activations)
-    grown = embedding_gradient if tied else _shards(head.parameters(), options.shards, trained=True)
-    of_layers = list(zip(layers, units, copied, layer_activations, widths, layer_options, strict=True))
-    for layer, unit, layer_copies, layer_bytes, width, layer_option in reversed(of_layers):
+    below = tower + activations
+    grown = embedding_gradient if tied else _shards(_read_weights(head), options.shards, trained=True)
+    for layer, unit, layer_copies in reversed(list(zip(layers, units, copied, strict=True))):
+        saved, backward, gradient_bytes = by_layer[layer]
         current_gradients = max(gradients + (embedding_gradient if tied else 0), grown) + reduced * unit
         if rounded:
-            current_gradients += FLOAT32 * (trained_count(parameters[layer]) - layer_copies) + size * layer_copies
+            trained_numbers = sum(weight.count for weight in layer.weights if weight.trained)
+            current_gradients += FLOAT32 * (trained_numbers - layer_copies) + size * layer_copies
         casts = size * (unit - layer_copies) if options.bfloat16 and not several and options.compiled else 0
-        again = tokens * backward_bytes(width, layer_option)
-        yield LearnerMemory(**state, gradients=current_gradients, gathered=gathered + casts, activations=below + again)
-        below -= layer_bytes
+        yield LearnerMemory(
+            **state, gradients=current_gradients, gathered=gathered + casts, activations=below + tokens * backward
+        )
+        below -= tokens * saved
         if not rounded:
-            grown += _shards(parameters[layer], options.shards, trained=True) + _adapters(layer, config, options)
+            grown += gradient_bytes
     if blocks:
-        of_blocks = gradients + sum(_shards(parameters[block], options.shards, trained=True) for block in blocks)
+        of_blocks = gradients + sum(_shards(block, options.shards, trained=True) for block in blocks)
         yield LearnerMemory(
             **state,
             gradients=max(of_blocks, grown) + reduced * max(block_units),
@@ -126,32 +171,42 @@ def _moments(hf: Any, config: LearnerConfig, options: MemoryOptions) -> Iterator
     added = embedding_gradient * (1 + (tied and options.accumulates)) + reduced * outer
     yield LearnerMemory(**state, gradients=sums + added, gathered=size * outer if several else 0)
     if config.cpu_offload == "optimizer":
-        largest = max(2 * FLOAT32 * _shard(parameter, options.shards) for parameter in hf.parameters())
+        largest = max(2 * FLOAT32 * _shard(weight, options.shards) for weight in model.weights)
         yield LearnerMemory(**state | {"optimizer": min(states, max(largest, CHUNK_BYTES))}, gradients=trained)
 
 
-def _optimizer(hf: Any, config: LearnerConfig, ranks: int) -> int:
+def _layer_bytes(layer: _Layer, model: Any, config: LearnerConfig, options: MemoryOptions) -> tuple[int, int, int]:
+    """Return what a layer keeps for each token, what its backward pass has for each, and its shards' gradients."""
+    has_exchange = config.expert_parallel > 1 and layer.expert_count > 0
+    # Layers with divided experts are not compiled.
+    layer_options = replace(options, compiled=options.compiled and not has_exchange)
+    widths = _widths(layer, model, config, compiled=layer_options.compiled, exchanges=has_exchange)
+    gradient_bytes = _shards(layer.weights, options.shards, trained=True) + _adapters(layer, config, options)
+    return saved_bytes(widths, layer_options), backward_bytes(widths, layer_options), gradient_bytes
+
+
+def _others_experts(layer: _Layer, config: LearnerConfig) -> int:
+    """Return the numbers of a layer's experts that a rank does not gather: other ranks compute them."""
+    return layer.expert_count - layer.expert_count // config.expert_parallel
+
+
+def _optimizer(model: FsdpMemory, config: LearnerConfig, ranks: int) -> int:
     if config.optimizer.state == "8bit":
-        shards = [p.new_empty((math.ceil(len(p) / ranks), *p.shape[1:])) for p in hf.parameters() if p.requires_grad]
-        return sum(moment_bytes(shard.shape) for shard in shards)
-    moments = 2 * _shards(hf.parameters(), ranks, trained=True)
+        trained = [weight.shape for weight in model.weights if weight.trained]
+        return sum(moment_bytes((math.ceil(shape[0] / ranks), *shape[1:])) for shape in trained)
+    moments = 2 * _shards(model.weights, ranks, trained=True)
     if config.optimizer.name == "muon":
-        weights = [weight for layer in decoder_layers(hf) for weight in layer.named_parameters()]
-        matrices = [p for name, p in weights if p.ndim == 2 and not is_vector(name, p) and p.requires_grad]
+        weights = (weight for layer in model.layers for weight in layer.weights)
+        matrices = [weight for weight in weights if len(weight.shape) == 2 and not weight.is_vector and weight.trained]
         moments -= FLOAT32 * sum(_shard(matrix, ranks) for matrix in matrices)
     return moments
 
 
-def _adapters(layer: nn.Module, config: LearnerConfig, options: MemoryOptions) -> int:
+def _adapters(layer: _Layer, config: LearnerConfig, options: MemoryOptions) -> int:
     """Return the bytes of the first rank's shards of a layer's LoRA adapters, as if every linear layer had one."""
     if config.lora is None:
         return 0
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    numbers = (
-        len(config.lora.policies)
-        * config.lora.rank
-        * sum(linear.in_features + linear.out_features for linear in linears)
-    )
+    numbers = len(config.lora.policies) * config.lora.rank * sum(size + out for size, out in layer.linears)
     return FLOAT32 * math.ceil(numbers / options.shards)
 
 
@@ -182,38 +237,33 @@ def _head(hf: Any, config: LearnerConfig, options: MemoryOptions) -> int:
     return max(derived, options.size * array + several + max(of_weight, copy))
 
 
-def _count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
+def _count(weights: Iterable[_Weight]) -> int:
+    return sum(weight.count for weight in weights)
 
 
-def _whole_count(layer: nn.Module, expert_parallel: int) -> int:
-    """Return the numbers of a layer that a rank gathers: of experts those that it computes."""
-    experts = sum(_count(module.parameters()) for module in expert_modules(layer))
-    return _count(layer.parameters()) - experts + experts // expert_parallel
-
-
-def _shards(parameters: Iterable[nn.Parameter], ranks: int, *, trained: bool) -> int:
+def _shards(weights: Iterable[_Weight], ranks: int, *, trained: bool) -> int:
     """Return the bytes of the first rank's shards of all weights in float32, or of those that are trained."""
-    return FLOAT32 * sum(_shard(p, ranks) for p in parameters if p.requires_grad or not trained)
+    return FLOAT32 * sum(_shard(weight, ranks) for weight in weights if weight.trained or not trained)
 
 
-def _shard(parameter: nn.Parameter, ranks: int) -> int:
+def _shard(weight: _Weight, ranks: int) -> int:
     """Return the numbers of a weight that FSDP gives to the first rank."""
-    rows = parameter.shape[0] if parameter.ndim else 1
-    return math.ceil(rows / ranks) * (parameter.numel() // max(rows, 1))
+    rows = weight.shape[0] if weight.shape else 1
+    return math.ceil(rows / ranks) * (weight.count // max(rows, 1))
 
 
-def _widths(layer: nn.Module, model: Any, config: LearnerConfig, *, compiled: bool, exchanges: bool) -> LayerWidths:
+def _widths(layer: _Layer, model: Any, config: LearnerConfig, *, compiled: bool, exchanges: bool) -> LayerWidths:
     text = model.get_text_config()
     hidden = int(text.hidden_size)
     heads = int(text.num_attention_heads)
     attention = heads * int(getattr(text, "head_dim", None) or hidden // heads)
-    products = [(m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)]
+    shapes = [weight.shape for weight in layer.weights]
+    products = list(layer.linears)
     if not products:  # GPT-2 has its own class of linear layers
-        products = [(p.shape[0], p.shape[1]) for p in layer.parameters() if p.ndim == 2]
+        products = [(shape[0], shape[1]) for shape in shapes if len(shape) == 2]
     active = int(getattr(text, "num_experts_per_tok", None) or 0)
     # Experts, fused: each of the active ones has its own results.
-    products += [(p.shape[2], p.shape[1]) for p in layer.parameters() if p.ndim == 3 for _ in range(active)]
+    products += [(shape[2], shape[1]) for shape in shapes if len(shape) == 3 for _ in range(active)]
     if compiled:
         inputs = 2 * hidden + attention + sum(width for width, _ in products if width not in (hidden, attention))
     else:

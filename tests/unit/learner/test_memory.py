@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from agentrl.config.learner import LearnerConfig, LoraConfig, OptimizerConfig
-from agentrl.learner.fsdp.memory import fsdp_memory
+from agentrl.learner.fsdp.memory import FsdpMemory
 from agentrl.learner.memory import LearnerMemory, MemoryOptions
 from agentrl.models.load import empty_model
 from agentrl.models.random_models import SHAPES, model_config
@@ -34,7 +34,7 @@ def of_7b(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 
 def test_a_7b_policy_on_8_ranks(of_7b):
-    actual = fsdp_memory(of_7b, LearnerConfig(reshard_after_forward=True), OF_8)
+    actual = FsdpMemory(of_7b)(LearnerConfig(reshard_after_forward=True), OF_8)
     assert actual.weights == pytest.approx(4 * WEIGHTS_7B / 8, rel=1e-3)
     assert actual.gradients == actual.weights
     assert actual.optimizer == 2 * actual.weights
@@ -64,13 +64,13 @@ def test_the_estimate_is_what_a_gpu_had_allocated(size: str, options: dict[str, 
         hf = AutoModelForCausalLM.from_config(model_config(SHAPES[size]))
     state = "8bit" if size == "4b" and options["recompute"] != "full" else "float32"
     learner = LearnerConfig(optimizer=OptimizerConfig(state=state))
-    actual = fsdp_memory(hf, learner, MemoryOptions(**defaults | options)).total / GIB
+    actual = FsdpMemory(hf)(learner, MemoryOptions(**defaults | options)).total / GIB
     assert 1.0 < actual / measured_gib < 1.08
 
 
 def test_a_copy_of_the_weights_is_sharded_over_its_ranks_alone(of_7b):
     copies = replace(OF_8, ranks=32, replicas=4)
-    assert fsdp_memory(of_7b, LearnerConfig(), copies) == fsdp_memory(of_7b, LearnerConfig(), OF_8)
+    assert FsdpMemory(of_7b)(LearnerConfig(), copies) == FsdpMemory(of_7b)(LearnerConfig(), OF_8)
 
 
 def test_a_rank_gathers_the_experts_that_it_computes():
@@ -84,7 +84,7 @@ def test_a_rank_gathers_the_experts_that_it_computes():
     )
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
-    plain, divided = (fsdp_memory(hf, LearnerConfig(expert_parallel=size), OF_8) for size in (1, 8))
+    plain, divided = (FsdpMemory(hf)(LearnerConfig(expert_parallel=size), OF_8) for size in (1, 8))
     experts = 64 * 3 * 256 * 256
     assert plain.gathered - divided.gathered == OF_8.size * 3 * experts * 7 // 8
     assert plain.weights == divided.weights
@@ -92,7 +92,7 @@ def test_a_rank_gathers_the_experts_that_it_computes():
 
 def test_what_needs_more_memory_is_estimated_to(of_7b):
     def total(options: dict[str, Any] | None = None, **learner: Any) -> int:
-        return fsdp_memory(of_7b, LearnerConfig(**learner), replace(OF_8, **options or {})).total
+        return FsdpMemory(of_7b)(LearnerConfig(**learner), replace(OF_8, **options or {})).total
 
     usual = total()
     assert total({"recompute": "full"}) < usual < total({"recompute": "none"})
@@ -103,23 +103,23 @@ def test_what_needs_more_memory_is_estimated_to(of_7b):
     assert total({"ranks": 1}) > 4 * usual / 3
     assert total({"accumulates": False}) < usual
     assert total({"compiled": False}) > usual
-    plain = fsdp_memory(of_7b, LearnerConfig(), OF_8)
+    plain = FsdpMemory(of_7b)(LearnerConfig(), OF_8)
     assert total(cpu_offload="optimizer") == plain.total - plain.optimizer
 
 
 def test_gradients_of_one_micro_batch_appear_while_activations_are_freed(of_7b):
     """The peak is less than the sum of both, and not less than what the state or the activations need."""
     one_layer, several = (
-        fsdp_memory(of_7b, LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
+        FsdpMemory(of_7b)(LearnerConfig(), replace(OF_8, accumulates=accumulates)) for accumulates in (False, True)
     )
     assert several.gradients == several.weights
     assert several.total - several.weights <= one_layer.total < several.total
 
 
 def test_lora_trains_adapters_alone(of_7b):
-    full_memory = fsdp_memory(of_7b, LearnerConfig(), OF_8)
+    full_memory = FsdpMemory(of_7b)(LearnerConfig(), OF_8)
     frozen = copy.deepcopy(of_7b).requires_grad_(False)
-    actual = fsdp_memory(frozen, LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
+    actual = FsdpMemory(frozen)(LearnerConfig(lora=LoraConfig(rank=8)), OF_8)
     adapters = 28 * 8 * sum((4 * 3584, 2 * (3584 + 512), 3 * (3584 + 18944))) * 4 // 8
     assert actual.weights - full_memory.weights == pytest.approx(adapters, rel=1e-3)
     assert actual.optimizer == 2 * actual.gradients == 2 * (actual.weights - full_memory.weights)
@@ -131,7 +131,7 @@ def test_the_state_is_what_a_rank_has(learners: Learners, name: str):
     rank = learners.open(name).rank
     learners.current.train_step(make_batch([20, 30]))
     options = MemoryOptions(ranks=1, tokens=64, bfloat16=False, recompute="none", compiled=False)
-    actual: LearnerMemory = fsdp_memory(rank.model.hf, rank.config, options)
+    actual: LearnerMemory = FsdpMemory(rank.model.hf)(rank.config, options)
     assert actual.weights == sum(parameter.nbytes for parameter in rank.model.parameters())
     moments = [
         t

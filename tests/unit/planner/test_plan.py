@@ -20,7 +20,7 @@ from agentrl.models.engine_float8 import EngineFloat8
 from agentrl.models.shipped_architectures import find_architecture, meta_model
 from agentrl.models.weight_files import WeightFiles
 from agentrl.planner.engine import GIB, PROCESS_BYTES, ROWS, EngineWeights, Gpus, cache_bytes, plan_engines
-from agentrl.planner.layouts import Request, layouts
+from agentrl.planner.layouts import Models, Request, layouts
 from agentrl.planner.plan import BASE, Option, Plan, make_plan, report
 from agentrl.planner.training_summary import FITS, trained_model
 from tests.unit.learner.learners import make_model
@@ -71,7 +71,8 @@ def test_what_is_proposed_fits_and_is_a_valid_configuration(model: str, gpus: in
 def test_the_smallest_product_of_parallel_sizes_that_fits_is_proposed() -> None:
     layers = (BASE, Layer("test", {"model": {"path": "Qwen/Qwen3-8B"}, **TOKENS}))
     folder = find_architecture("Qwen/Qwen3-8B")
-    request = Request(layers, merge_layers(layers), folder, trained_model(load_layers(layers).learner, folder), 8)
+    models = Models(trained_model(load_layers(layers).learner, folder))
+    request = Request(layers, merge_layers(layers), folder, models, 8)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     order = [[layout.settings["megatron"].get(name, 1) for name in names] for layout in layouts(request, "megatron")]
     products = [tensor * stages * context for tensor, stages, context in order]
