@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from agentrl.config.evaluation import EvalSet
 from agentrl.config.rollout import ResetSeed
 from agentrl.config.schema import Config
@@ -14,7 +16,7 @@ from agentrl.config.train import TrainConfig
 from agentrl.containers.task_needs import check_task_folders
 from agentrl.core.errors import ConfigError
 from agentrl.core.lineup import Lineup
-from agentrl.core.task import Task, TaskSet
+from agentrl.core.task import MadeTasks, Task, TaskSet
 from agentrl.data.file_tasks import read_tasks
 from agentrl.data.task_sources import TaskSources, errors_name_source, read_split, with_source_ids
 from agentrl.self_play.opponents import eval_lineups
@@ -80,8 +82,25 @@ class EvalTasks:
         return ", ".join(words)
 
 
-def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
+class _FirstTasks(MadeTasks):
+    """The first tasks of a split that makes its tasks on access."""
+
+    def __init__(self, tasks: MadeTasks, size: int) -> None:
+        super().__init__(tasks.split, size)
+        self._tasks = tasks
+
+    @override
+    def make(self, index: int) -> Task:
+        return self._tasks[index]
+
+
+def load_eval_tasks(config: Config, tasks: TaskSources, *, on_access: bool = False) -> list[EvalTasks]:
     """Return the sets of an evaluation; without ``eval.sets``, only sets that have tasks.
+
+    Args:
+        config: of the run.
+        tasks: of its sources.
+        on_access: leave tasks that a split makes on access so, for who needs a few; their folders are not checked.
 
     Raises:
         ConfigError: a set is empty or smaller than the size it gives itself, or no task has the metadata key ``group_by``.
@@ -93,7 +112,7 @@ def load_eval_tasks(config: Config, tasks: TaskSources) -> list[EvalTasks]:
         with errors_name_source("" if name in named_by_user else source):
             source_config, source_tasks = sources[source], tasks[source]
             if name in named_by_user or can_evaluate(source_config.eval, source_config.tasks, source_tasks):
-                eval_sets.append(_load(source_config, source_tasks, name, plan))
+                eval_sets.append(_load(source_config, source_tasks, name, plan, on_access=on_access))
     if by_opponent := eval_lineups(config):
         return [
             replace(eval_set, opponent=opponent, lineups=lineups)
@@ -108,7 +127,7 @@ def can_evaluate(plan: EvalSet, config: TasksConfig, tasks: TaskSet) -> bool:
     return plan.path is not None or len(_split(config, tasks, plan, "eval")[1]) > 0
 
 
-def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks:
+def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet, *, on_access: bool) -> EvalTasks:
     """Return a set; ``config`` and ``tasks`` are those of its source."""
     key = f"eval.sets.{name}" if name in config.eval.sets else "eval"
     # The sets that a mixed run has without eval.sets do not size themselves.
@@ -124,8 +143,13 @@ def _load(config: Config, tasks: TaskSet, name: str, plan: EvalSet) -> EvalTasks
         )
     if plan.size is not None and plan.size > len(tasks_of_split) and "size" in set_keys:
         raise ConfigError(f"{key}.size={plan.size}, but {source} has {len(tasks_of_split)} tasks; lower {key}.size")
-    chosen = [tasks_of_split[index] for index in range(min(plan.size or len(tasks_of_split), len(tasks_of_split)))]
-    check_task_folders(chosen, config.containers)
+    size = min(plan.size or len(tasks_of_split), len(tasks_of_split))
+    chosen: Sequence[Task]
+    if on_access and isinstance(tasks_of_split, MadeTasks):
+        chosen = _FirstTasks(tasks_of_split, size)
+    else:
+        chosen = [tasks_of_split[index] for index in range(size)]
+        check_task_folders(chosen, config.containers)
     if plan.group_by is not None and not any(plan.group_by in task.metadata for task in chosen):
         if "group_by" in set_keys:
             keys = sorted({key_name for task in chosen for key_name in task.metadata})

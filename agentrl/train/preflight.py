@@ -127,10 +127,11 @@ def plan_run(config: Config, *, fetch: bool = False) -> Plan:
         train = _train_tasks(config, tasks)
         if (epochs := count_epochs(config, train)) is not None:
             length = _check_epochs(config, epochs)
-        sets = load_eval_tasks(config, tasks)
+        sets = load_eval_tasks(config, tasks, on_access=True)
         for eval_set in sets:
             source_config = config.by_source()[eval_set.plan.source or ""]
             check_labels(source_config.reward, _tasks_to_check(eval_set.tasks))
+            check_task_folders(_tasks_to_check(eval_set.tasks), config.containers)
         check_goals(config.train, sets, config.eval.function)
     with _collect_missing(unmet):
         check_tools(config)

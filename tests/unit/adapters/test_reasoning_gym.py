@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from preloaded import Adopted, Forked, Request, preloaded_process
 
 from agentrl import ConfigError, Message, Task
 from agentrl.adapters.reasoning_gym import LevelCurriculum, ReasoningGymEnv, library
 from agentrl.adapters.reasoning_gym.env import Score, read_answer, score_answer
 from agentrl.adapters.reasoning_gym.library import Entry, LibraryError, makers, scorers
 from agentrl.adapters.reasoning_gym.tasks import EVAL_SEEDS, TaskOptions, open_split
+from agentrl.core import worker_process
 from agentrl.core.errors import UnknownNameError
 from agentrl.core.task import task_from_dict, task_to_dict
 from agentrl.data.task_sources import EnvTasks, read_split
@@ -31,33 +36,90 @@ HOSTILE = (
 OWN_SCORES = """
 import json, sys
 from reasoning_gym.factory import create_dataset
-out, sys.stdout = sys.stdout, sys.stderr
-for line in sys.stdin:
-    request = json.loads(line)
-    dataset = create_dataset(request["dataset"], seed=request["seed"], size=3)
-    entry = dataset[1]
-    replies = []
-    for answer in request["answers"]:
-        try:
-            replies.append(float(dataset.score_answer(answer, entry)))
-        except Exception:
-            replies.append(None)
-    print(json.dumps({"question": entry["question"], "scores": replies}), file=out)
+
+def main():
+    out, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        request = json.loads(line)
+        dataset = create_dataset(request["dataset"], seed=request["seed"], size=3)
+        entry = dataset[1]
+        replies = []
+        for answer in request["answers"]:
+            try:
+                replies.append(float(dataset.score_answer(answer, entry)))
+            except Exception:
+                replies.append(None)
+        print(json.dumps({"question": entry["question"], "scores": replies}), file=out, flush=True)
 """
 
 
+class ForkedWorker(Adopted):
+    """A worker as ``subprocess.Popen`` has it: a fork of the process at ``address``."""
+
+    def __init__(self, address: str, module: str, env: Mapping[str, str]) -> None:
+        (reading, inputs), (outputs, writing) = os.pipe(), os.pipe()
+        files = {0: reading, 1: writing, 2: 2}
+        super().__init__(address, Request(f"{module}:main", [], os.getcwd(), env, files))
+        os.close(reading)
+        os.close(writing)
+        self.stdin, self.stdout = os.fdopen(inputs, "wb"), os.fdopen(outputs, "rb")
+
+    def poll(self) -> int | None:
+        if self.returncode is None and (status := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(status[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkedWorkers:
+    """Takes the place of ``subprocess`` where workers are started."""
+
+    PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def Popen(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> ForkedWorker:
+        assert command[:2] == [sys.executable, "-m"]
+        return ForkedWorker(self._address, command[2], env)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def no_process_left() -> Iterator[None]:
-    yield
-    makers().close()
-    scorers().close()
+def library_process() -> Iterator[str]:
+    """The address of a process that has imported reasoning-gym, which takes two seconds of CPU; workers are its forks.
+
+    ``test_shipped_configuration[learning/reasoning_gym.yaml]`` starts one as users do.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        with preloaded_process("agentrl.adapters.reasoning_gym.worker", "reasoning_gym") as address:
+            patch.setattr(worker_process, "subprocess", ForkedWorkers(address))
+            yield address
+            makers().close()
+            scorers().close()
 
 
 def split(name: str = "train", **options: Any) -> Any:
     return open_split(TaskOptions(**options), name)
 
 
-def score_as_the_library_does(datasets: Sequence[str], answers_each: int) -> tuple[int, list[str]]:
+def own_scores(address: str, folder: Path, lines: Sequence[str]) -> list[str]:
+    """Return the lines that reasoning-gym alone prints for lines of datasets and answers."""
+    (folder / "own_scores.py").write_text(OWN_SCORES)
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    with (folder / "in.jsonl").open() as requests, (folder / "out.jsonl").open("w") as out:
+        files = {0: requests.fileno(), 1: out.fileno(), 2: 2}
+        env = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin"}
+        assert Forked(Request("own_scores:main", [], str(folder), env, files), address).wait(240) == 0
+    return (folder / "out.jsonl").read_text().splitlines()
+
+
+def score_as_the_library_does(
+    address: str, folder: Path, datasets: Sequence[str], answers_each: int
+) -> tuple[int, list[str]]:
     """Score gold, wrong, hostile and empty answers by reasoning-gym alone and by ours; return their number and differences."""
     requests: list[tuple[Task, list[str | None]]] = []
     for number, dataset in enumerate(datasets):
@@ -69,13 +131,8 @@ def score_as_the_library_does(datasets: Sequence[str], answers_each: int) -> tup
     lines = [
         json.dumps({"dataset": task.metadata["dataset"], "seed": 0, "answers": answers}) for task, answers in requests
     ]
-    own = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", OWN_SCORES],
-        input="\n".join(lines), capture_output=True, text=True, check=True,
-        env={"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
     count, differences = 0, []
-    for (task, answers), line in zip(requests, own.stdout.splitlines(), strict=True):
+    for (task, answers), line in zip(requests, own_scores(address, folder, lines), strict=True):
         reply = json.loads(line)
         if reply["question"] != task.question:
             differences.append(f"{task.id}: another question")
@@ -87,15 +144,15 @@ def score_as_the_library_does(datasets: Sequence[str], answers_each: int) -> tup
     return count, differences
 
 
-def test_scores_are_those_of_the_library() -> None:
-    count, differences = score_as_the_library_does(SAMPLED, 10)
+def test_scores_are_those_of_the_library(library_process: str, tmp_path: Path) -> None:
+    count, differences = score_as_the_library_does(library_process, tmp_path, SAMPLED, 10)
     assert (count, differences) == (120, [])
 
 
 @pytest.mark.long
-def test_1000_scores_of_all_datasets_are_those_of_the_library() -> None:
+def test_1000_scores_of_all_datasets_are_those_of_the_library(library_process: str, tmp_path: Path) -> None:
     datasets = makers().call(list[str], "list_datasets")
-    count, differences = score_as_the_library_does(datasets, 12)
+    count, differences = score_as_the_library_does(library_process, tmp_path, datasets, 12)
     assert len(datasets) == 105
     assert count >= 1000
     assert differences == []
