@@ -91,6 +91,8 @@ class Attack:
     stateful: bool = False
     wall_s: float | None = None
     """Of this call; None takes that of `LIMITS`."""
+    control_wall_s: float | None = None
+    """Of the control's call, which does more before it ends; None: the same."""
     cpu_s: int | None = None
     neighbour: str = ""
     """Run in another sandbox before, whose process stays."""

@@ -34,9 +34,11 @@ Make = Callable[[SandboxLimits, frozenset[Defence]], SandboxBackend]
 
 # Also the next call after an attack: it takes away what lies about, and has to be answered rightly.
 NEXT = """
-import os, subprocess
+import os
 paths = [os.path.join(folder, name) for folder in @FOLDERS@ for name in os.listdir(folder)]
-if paths: subprocess.run(["rm", "-rf", *paths], stderr=subprocess.DEVNULL)
+if paths:  # without subprocess, whose import takes longer than all else here
+    silent = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)]
+    os.waitpid(os.posix_spawnp("rm", ["rm", "-rf", *paths], os.environ, file_actions=silent), 0)
 print("dirty" if os.listdir("/work") else 6 * 7)
 """
 PROOF = "proof"
@@ -241,6 +243,8 @@ def _by_defences(attacks: list[Attack], backend: str) -> dict[frozenset[Defence]
 
 
 def _otherwise(attack: Attack, control: Control) -> Attack:
+    if attack.control_wall_s is not None:
+        attack = replace(attack, wall_s=attack.control_wall_s)
     if not isinstance(control, Otherwise):
         return attack
     stateful = attack.then_stateful if control.then_stateful is None else control.then_stateful

@@ -11,7 +11,7 @@ import time
 
 from attacks.attack import LIMITS, Attack
 from attacks.resources import ATTACKS
-from attacks.world import PREAMBLE
+from attacks.world import preamble
 
 from agentrl.config.sandbox import SandboxConfig, SandboxLimits
 from agentrl.sandbox.base import Job, Sandbox
@@ -41,7 +41,7 @@ async def measure(sandbox: Sandbox, meanwhile: asyncio.Task[None]) -> list[float
 async def repeat(attack: Attack, backend: BubblewrapBackend) -> None:
     """Attack for a while, in sandboxes that are opened again when they end."""
     end = time.monotonic() + SECONDS
-    code = PREAMBLE.replace("@TARGETS@", "{}") + attack.code
+    code = preamble(attack.code, {}) + attack.code
     while time.monotonic() < end:
         async with await backend.open("attacker") as sandbox:
             for _ in range(5):

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ NOBODY = 65534
 UNTOUCHED = "untouched"
 
 PREAMBLE = '''
-import ctypes, errno, json, os, socket, struct, sys, time
+import ctypes, errno, json, os, struct, sys, time
 T = json.loads(r"""@TARGETS@""")
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,6 +43,12 @@ def call(name, *arguments):
 def syscall(name, *arguments):
     return call("syscall", ctypes.c_long(T["numbers"][name]), *arguments)
 '''
+
+
+def preamble(code: str, targets: Mapping[str, Any]) -> str:
+    """Return what defines the names that a snippet finds. It imports what the runner has imported, and `socket` if needed."""
+    sockets = "import socket\n" if "socket" in code else ""
+    return sockets + PREAMBLE.replace("@TARGETS@", json.dumps(targets))
 
 
 class World:
@@ -134,7 +141,7 @@ class World:
                 victim.pid for _, victim in sorted(self.victims, key=lambda victim_of_user: -victim_of_user[0])
             ],
         }
-        return PREAMBLE.replace("@TARGETS@", json.dumps(targets)) + code
+        return preamble(code, targets) + code
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(self.token.encode())
