@@ -21,6 +21,8 @@ from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import play_episode
 from agentrl.toolserver.launch import launch_tool
 
+pytestmark = pytest.mark.usefixtures("forked_starts")
+
 SECRET = "31337-is-expected"
 TASK = Task(
     "t",
@@ -44,7 +46,7 @@ print([k for k in ("square", "9\n25") if k in "".join(found)])
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(forked_starts: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One server with the policy's tool and the judge."""
 
     async def try_it() -> None:
@@ -113,9 +115,9 @@ def test_without_a_judge_the_episode_fails_and_earns_no_zero(url: str) -> None:
 def test_training(url: str, tmp_path: Path) -> None:
     done = agentrl(
         *("train", *ONE_THREAD, "--env", "code_contest", f"model.path={WARM}", "train.steps=2", "run.dir=run"),
-        *("rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=4", "train.eval_first=false"),
+        *("rollout.batch_size=4", "rollout.n_samples_per_prompt=2", "eval.size=2", "train.eval_first=false"),
         *("tasks.options.hidden=2", "tasks.options.train_size=50"),
-        *(f"tools.python.url={url}", "sampler.embedded.slots=16", "obs.progress=plain", "obs.tensorboard=false"),
+        *(f"tools.python.url={url}", "sampler.embedded.slots=8", "obs.progress=plain", "obs.tensorboard=false"),
         cwd=tmp_path,
         target=IN_PROCESS_LEARNER,
     )
@@ -124,10 +126,10 @@ def test_training(url: str, tmp_path: Path) -> None:
     assert len(rows) == 2
     tasks = {task.id: task for task in Contest(hidden=2, train_size=50).split("train")}
     for number, row in enumerate(rows, 1):
-        assert row["rollout/episodes"] == 16
+        assert row["rollout/episodes"] == 8
         assert 0 <= row["rollout/solved"] <= row["rollout/passed"] == pytest.approx(row["train/reward"])
         lines = (tmp_path / "run" / "rollouts" / f"step_{number:06d}.jsonl").read_text().splitlines()
-        assert len(lines) == 16
+        assert len(lines) == 8
         for rollout in map(json.loads, lines):
             task = tasks[rollout["prompt_id"]]
             transcript = rollout["prompt"] + "".join(turn["action"] + turn["observation"] for turn in rollout["turns"])

@@ -369,15 +369,15 @@ def test_opening_that_is_given_up_leaves_nothing(dockerd: DockerHost) -> None:
     play(dockerd, calls)
 
 
-def test_sixteen_at_once_get_their_own_replies(dockerd: DockerHost) -> None:
+def test_six_at_once_get_their_own_replies(dockerd: DockerHost) -> None:
     async def one(backend: DockerBackend, number: int) -> None:
         async with opened(backend) as sandbox:
-            for call in range(8):
+            for call in range(4):
                 outcome = await python(sandbox, f"print({number}, {call})")
                 assert outcome.stdout == f"{number} {call}\n"
 
     async def calls(backend: DockerBackend) -> None:
-        await asyncio.gather(*(one(backend, number) for number in range(16)))
+        await asyncio.gather(*(one(backend, number) for number in range(6)))
 
     play(dockerd, calls)
 

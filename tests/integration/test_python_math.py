@@ -36,8 +36,8 @@ def trained(bubblewrap: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("python_math")
     done = agentrl(
         *("train", *ONE_THREAD, "--env", "python_math", f"model.path={WARM}", "run.dir=run", f"train.steps={STEPS}"),
-        *("rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=10", "obs.progress=plain"),
-        *("obs.tensorboard=false", "sampler.embedded.slots=16"),
+        *("rollout.batch_size=4", "rollout.n_samples_per_prompt=2", "eval.size=2", "obs.progress=plain"),
+        *("obs.tensorboard=false", "sampler.embedded.slots=8"),
         cwd=cwd,
         target=IN_PROCESS_LEARNER,
     )
