@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -68,15 +69,16 @@ _arguments = st.one_of(
     st.fixed_dictionaries({"a": st.integers(-9, 9), "b": st.floats(-9, 9)}),
     st.dictionaries(words, _json_values, max_size=3),
 )
+_names = st.sampled_from([item.name for item in TOOLS])
 
 
 @st.composite
 def calls(draw: st.DrawFn, *, wild: bool = True) -> ToolCall:
     """One call; ``wild`` ones may name what there is not, or hold special-token text."""
-    name = draw(st.sampled_from([item.name for item in TOOLS]))
+    name = draw(_names)
     arguments: dict[str, Any] = draw(_arguments) if wild else {"word": draw(words)}
     if wild and draw(st.booleans()):
-        name, arguments = draw(st.sampled_from([name, "nothing"])), {**arguments, "word": draw(contents)}
+        name, arguments = "nothing" if draw(st.booleans()) else name, {**arguments, "word": draw(contents)}
     return ToolCall("", name, arguments)
 
 
@@ -145,6 +147,7 @@ samples: st.SearchStrategy[Sampled] = st.builds(
 """Turns of a policy that says anything in any way."""
 
 
+@cache  # Hypothesis validates each strategy when it is drawn from first
 def answers(
     tools: bool, *, inline: bool = True, text: st.SearchStrategy[str] = contents
 ) -> st.SearchStrategy[tuple[Message, ...]]:
@@ -174,11 +177,23 @@ class Script:
 @st.composite
 def scripts(draw: st.DrawFn, *, most_turns: int = 3, inline: bool = True) -> Script:
     """Conversations with a policy that says anything in any way."""
-    system = draw(st.lists(contents.map(lambda text: Message("system", text)), max_size=1))
+    system = draw(_system_messages(contents))
     tools = TOOLS if draw(st.booleans()) else ()
     first = (*system, Message("user", draw(contents)))
-    turns = st.tuples(samples, answers(bool(tools), inline=inline))
-    return Script(first, tools, tuple(draw(st.lists(turns, min_size=1, max_size=most_turns))))
+    return Script(first, tools, tuple(draw(_turns(bool(tools), inline, most_turns))))
+
+
+@cache
+def _turns(tools: bool, inline: bool, most_turns: int) -> st.SearchStrategy[list[tuple[Sampled, tuple[Message, ...]]]]:
+    return st.lists(st.tuples(samples, answers(tools, inline=inline)), min_size=1, max_size=most_turns)
+
+
+@cache
+def _system_messages(text: st.SearchStrategy[str]) -> st.SearchStrategy[list[Message]]:
+    return st.lists(text.map(lambda said: Message("system", said)), max_size=1)
+
+
+_up_to_two_calls = st.lists(calls(wild=False), max_size=2)
 
 
 @st.composite
@@ -188,14 +203,14 @@ def well_formed(
     """Conversations as a demonstration has them, ending with a user or tools: with calls as ``tool_calls``, each
     answered, and with ``<think>`` blocks in Qwen3's way in some assistant messages if ``reasoning``.
     """
-    system = draw(st.lists(text.map(lambda said: Message("system", said)), max_size=1))
+    system = draw(_system_messages(text))
     tools = TOOLS if draw(st.booleans()) else ()
     messages: list[Message] = [*system, Message("user", draw(text))]
     for turn in range(draw(st.integers(0, most_turns))):
         said = draw(text)
         if reasoning and draw(st.booleans()):
             said = thought(draw(words), said)
-        made = draw(st.lists(calls(wild=False), max_size=2)) if tools else []
+        made = draw(_up_to_two_calls) if tools else []
         named = tuple(ToolCall(f"call_{turn}{number}", call.name, call.arguments) for number, call in enumerate(made))
         messages.append(Message("assistant", said, named))
         messages += [Message("tool", draw(text), tool_call_id=call.id) for call in named]

@@ -75,7 +75,7 @@ def start(renderer, script):
 
 
 @every_case
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)  # for each of thirty cases
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)  # for each of thirty cases
 @given(script=scripts())
 def test_whatever_is_said_is_kept(case, script: Script):
     """Bridges append to the very ids; content stays text; nothing the policy says is refused."""
@@ -118,7 +118,7 @@ THOUGHT_AFTER_TOOLS = (
 
 @every_case
 @hypothesis.example(conversation=(THOUGHT_AFTER_TOOLS, TOOLS))
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 2)  # for each of thirty cases
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)  # for each of thirty cases
 @given(conversation=well_formed(reasoning=True))
 def test_a_bridge_says_what_the_whole_conversation_says(case, conversation):
     """Of turns in the format's own words: bridged ids are those of a full render, and a fork is one."""
@@ -183,7 +183,7 @@ class Says(Env):
 
 
 @every_case
-@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 3)  # each plays an episode
+@hypothesis.settings(max_examples=hypothesis.settings.default.max_examples // 4)  # each plays an episode
 @given(script=scripts())
 def test_an_episode_trains_exactly_what_was_sampled(case, script: Script):
     renderer, tokenizer = renderer_of(case), family(case)
