@@ -17,10 +17,12 @@ from dockerd import DockerHost, NoDocker, running_dockerd
 from preloaded import (
     CHILD_MODULES,
     CHILDREN,
+    MEGATRON,
     RUN_MODULES,
     SOCKET,
     WORKERS,
     ForkedStarts,
+    fork_server,
     preloaded_process,
     start_imports,
 )
@@ -109,19 +111,23 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     A process with threads cannot be forked safely, and modules that are imported would start some.
     """
     gc.disable()
+    forks = session.config.getoption("forks") != "0" and not session.config.option.collectonly
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TOKENIZERS_PARALLELISM", "false")
             patch.setenv("JE_ARROW_MALLOC_CONF", "background_thread:false")
             result = yield
-            if session.config.getoption("forks") != "0" and not session.config.option.collectonly:
+            if forks:
                 _make_shared_tokenizers()
-            return result
     finally:
         _propagate_loggers_of_torch()
         gc.collect()
         gc.freeze()
         gc.enable()
+    if forks and "tests.unit.learner.megatron.forked" in sys.modules:
+        # Its forks are the ranks of all files: each would import Megatron-Core, which takes three seconds.
+        os.environ[MEGATRON] = fork_server("tests.unit.learner.megatron.imports")
+    return result
 
 
 def _make_shared_tokenizers() -> None:

@@ -81,6 +81,8 @@ TARGETS = {
 """What ``python -m`` calls."""
 CHILDREN = "AGENTRL_TEST_CHILDREN"
 """Environment variable with the address of a preloaded child of a process that runs tests; see `forked_tests`."""
+MEGATRON = "AGENTRL_TEST_MEGATRON"
+"""Environment variable with the address of a process whose forks are ranks of Megatron-Core."""
 CHILD_MODULES = (
     *MODEL_MODULES,
     "uvicorn",
@@ -398,8 +400,12 @@ def process_name(module: str) -> str:
     return module.removesuffix(".__main__")[-_NAME_LENGTH:]
 
 
-def fork_server() -> str:
-    """Let a fork of this process be a preloaded one until this one ends; returns its address."""
+def fork_server(*modules: str) -> str:
+    """Let a fork of this process be a preloaded one until this one ends; returns its address.
+
+    Args:
+        *modules: what it imports with the first request.
+    """
     address = f"{tempfile.mkdtemp(prefix='agentrl-')}/preloaded"
     reading, writing = os.pipe()
     if os.fork() == 0:
@@ -407,7 +413,7 @@ def fork_server() -> str:
         os.close(writing)
         os.dup2(reading, 0)
         os.close(reading)
-        _exit_as_interpreter(lambda: _become(_serve(address, ())))
+        _exit_as_interpreter(lambda: _become(_serve(address, modules)))
     os.close(reading)  # the other end stays open
     while not Path(address).exists():
         time.sleep(0.001)

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 _CPU = torch.device("cpu")
+_CUDA, _TYPE = torch.Tensor.cuda, torch.Tensor.type
 
 
 def computing_on(device: torch.device, *, compiled: bool = False) -> AbstractContextManager[None]:
@@ -72,12 +73,13 @@ class _CudaTensorsOnCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        options = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
+        if func is _CUDA:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not options:
+        if not kwargs:  # most calls, of which a step has thousands
+            result = func(*args)
             # Optimizers compare names of types with those on GPUs.
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return result.replace("torch.", "torch.cuda.", 1) if func is _TYPE and len(args) == 1 else result
+        options = dict(kwargs)
         if "device" in options and str(options["device"]).startswith("cuda"):
             options["device"] = _CPU
         if func is not torch.Tensor.pin_memory:

@@ -183,7 +183,7 @@ def _router_norms(
         (0 * chunk(ids[None], positions[None], None, packed_seq_params=packed).sum()).backward()
         return float(router.weight.grad.norm())
 
-    norms = {"1": norm(1, 1.0), "4": norm(4, 1.0), "16": norm(16, 1.0), "half": norm(1, 0.5)}
+    norms = {"1": norm(1, 1.0), "4": norm(4, 1.0), "half": norm(1, 0.5)}
     norms["padded"] = norm(1, 1.0, padding=64)
     chunk.zero_grad()
     logits_T_E = router.gating(states[0]).flatten(0, 1)[row_L >= 0]
@@ -362,9 +362,9 @@ def senders(folder: Path) -> dict[str, Any]:
     load_weights(weights, folder / "deepseek_v3")
     parts = rank_parts(weights)
     groups = make_groups([part.ranks for part in parts if len(part.ranks) > 1], CommandGroup)
-    sizes = {total_bytes(spec) for spec in weights.specs()} | {1 << 30}
+    sizes = [*sorted({total_bytes(spec) for spec in weights.specs()})[::3], 1 << 30]
     results: dict[str, Any] = {"streams": [part.ranks for part in parts], "wrong": [], "sent": {}}
-    for size in sorted(sizes):
+    for size in sizes:
         exporter = WeightExporter(NamedTensors({}))
         for base, version in ((None, "a"), ("a", "b")):
             load_weights(weights, folder / "deepseek_v3")

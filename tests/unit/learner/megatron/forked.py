@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -42,13 +41,14 @@ class Found:
 def run_ranks(folder: Path, preloaded_children: str, module: str = "cases", **ranks: int) -> Found:
     """Call ``MODULE.NAME(folder)`` for every ``NAME=RANKS``, with a gloo group and in Megatron-Core's CPU context.
 
-    A function for 0 ranks is called in one process without them. The process is a fork of the preloaded one.
+    A function for 0 ranks is called in one process without them. The process is a fork of the one that has imported
+    Megatron-Core for all files of tests, if there is one (see `conftest`), or of the preloaded one.
     """
     words = [module, str(folder), *(f"{function}:{count}" for function, count in ranks.items())]
     with (folder / "stderr").open("w") as errors:
         files = {1: errors.fileno(), 2: errors.fileno()}
         request = preloaded.Request(f"{__name__}:main", words, str(REPOSITORY), dict(os.environ), files)
-        process = preloaded.Forked(request, preloaded_children)
+        process = preloaded.Forked(request, os.environ.get(preloaded.MEGATRON, preloaded_children))
         try:
             process.wait(timeout=200)
         finally:
@@ -58,9 +58,7 @@ def run_ranks(folder: Path, preloaded_children: str, module: str = "cases", **ra
 
 def main() -> None:
     """Fork the ranks of each function and wait; if a rank fails, the function's others end."""
-    warnings.simplefilter("ignore")
-    # Megatron-Core imports it where it is installed, which takes a third of the time that all its imports take.
-    sys.modules["wandb"] = None  # type: ignore[assignment]
+    import_module(f"{__package__}.imports")
     cases = import_module(f"{__package__}.{sys.argv[1]}")
     gc.freeze()
     folder = Path(sys.argv[2])

@@ -43,6 +43,7 @@ from tests.unit.learner.megatron.rank_work import (
     TWO,
     TWO_OF_EXPERTS,
     Found,
+    algos_of,
     compute,
     critic_of,
     learner_config,
@@ -273,7 +274,7 @@ def _computed(model: Path, name: str, options: dict[str, Any]) -> Found:
     config = with_offload(config, name)
     rank, critic = make_rank(model, MegatronRank, config), make_critic(critic_of(model), MegatronRank, config)
     rank.training.states._chunk_bytes = 20_000
-    computed = compute(rank, critic, make_backend(config).data_parallel_size)
+    computed = compute(rank, critic, make_backend(config).data_parallel_size, algos_of(name))
     check_offload(rank, config)
     weights = {spec.name: torch.empty(spec.shape) for spec in rank.specs()}
     rank.gather([*weights.items()])

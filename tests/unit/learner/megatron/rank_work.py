@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,17 @@ def make_parts(shares: int) -> list[GlobalBatch]:
     return parts
 
 
-def compute(policy: Any, critic: Any, shares: int) -> Found:
-    """Compute all losses with a rank or a local learner's, which has a reference, and with one of a critic."""
+def algos_of(layout: str) -> tuple[str, ...]:
+    """Return the losses of a layout. Those that divide sequences have all of them, as has each division of a dense model.
+
+    A loss does not see whether the model has experts, or stages within which tensors are divided.
+    """
+    is_repeated = layout in FOUR or (layout in TWO_OF_EXPERTS and "CP2" not in layout)
+    return ("grpo",) if is_repeated else tuple(ALGOS)
+
+
+def compute(policy: Any, critic: Any, shares: int, algos: Sequence[str]) -> Found:
+    """Compute losses with a rank or a local learner's, which has a reference, and with one of a critic."""
     from agentrl.algo.batch_loss import BatchLoss
 
     def share_of(batch: GlobalBatch) -> GlobalBatch:
@@ -171,7 +181,7 @@ def compute(policy: Any, critic: Any, shares: int) -> Found:
 
     batches = {name: share_of(batch) for name, batch in make_batches(shares).items()}
     logprobs, metrics = policy.logprobs(batches["grpo"]), {}
-    for name in ALGOS:
+    for name in algos:
         policy.loss = BatchLoss(algo_of(name), policy.device)
         metrics[name] = policy.train_step(batches[name])
     if not policy.config.megatron.get("overlap_grad_reduce"):  # which adds gradients over ranks within a part

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl.core.types import Row
+from agentrl.core.types import Row, RowKey
 from tests.unit.learner.image_rows import batch, episodes, folder, own_logprobs, without_sampled_pads
 from tests.unit.learner.learners import Learners, gradients
 from tests.unit.learner.megatron.forked import Found, run_ranks
@@ -70,8 +70,13 @@ def folder_name(name: str, family: str) -> str:
     return name
 
 
+@cache
+def expected_scores(family: str) -> dict[RowKey, np.ndarray]:
+    return own_logprobs(family, rows(family))
+
+
 def assert_scores(scores, family: str) -> None:
-    expected = own_logprobs(family, rows(family))
+    expected = expected_scores(family)
     assert scores.keys() == expected.keys()
     for key, row_scores in scores.items():
         np.testing.assert_allclose(row_scores, expected[key], atol=2e-5)

@@ -26,6 +26,7 @@ from tests.unit.learner.megatron.rank_work import (
     TWO_OF_EXPERTS,
     Found,
     algo_of,
+    algos_of,
     batch_rows,
     compute,
     critic_of,
@@ -63,13 +64,13 @@ def test_one_rank_keeps_the_contract_of_learners(found: forked.Found) -> None:
 @pytest.fixture(scope="module")
 def expected(folder: Path):
     @cache
-    def of_model(name: str) -> Found:
+    def of_model(name: str, algos: tuple[str, ...]) -> Found:
         learner = LocalLearnerGroup(
             folder / name, learner_config("fsdp"), algo_of("grpo"), seed=0, reference=folder / "reference"
         )
         critic = LocalCritic(critic_of(folder / name), learner_config("fsdp"), algo_of("ppo"), seed=0)
         try:
-            return compute(learner.rank, critic.rank, 1)
+            return compute(learner.rank, critic.rank, 1, algos)
         finally:
             critic.close()
             learner.close()
@@ -83,13 +84,13 @@ def model_of(layout: str) -> str:
 
 @pytest.mark.parametrize(("function", "layout"), LAYOUTS, ids=[name for _, name in LAYOUTS])
 def test_a_layout_computes_what_one_fsdp_rank_does(found, expected, function: str, layout: str) -> None:
-    assert_equal(found[function][layout], expected(model_of(layout)), layout)
+    assert_equal(found[function][layout], expected(model_of(layout), algos_of(layout)), layout)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [*LONG, *LONG_OF_EXPERTS])
 def test_a_layout_that_others_contain_computes_it_too(long_found, expected, layout: str) -> None:
-    assert_equal(long_found["long"][layout], expected(model_of(layout)), layout)
+    assert_equal(long_found["long"][layout], expected(model_of(layout), algos_of(layout)), layout)
 
 
 def assert_equal(has: Found, expected_value: Found, layout: str) -> None:

@@ -5,6 +5,7 @@ All ranks are forks of one process; see `forked`.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,7 @@ def found(folder: Path, preloaded_children: str) -> Found:
     )
 
 
+@cache
 def expected_logits(folder: Path) -> torch.Tensor:
     model = load_model(folder, attn_implementation="eager")
     with torch.no_grad():
@@ -117,11 +119,10 @@ def test_options_pass_through(found: Found) -> None:
 
 
 def test_losses_of_routers_do_not_grow_with_the_number_of_tokens(found: Found) -> None:
-    """The same rows once, 4 and 16 times have the same mean: 240, 960 and 3,840 tokens, and micro-batches of half the weight."""
+    """The same rows once and 4 times have the same mean: 240 and 960 tokens, and micro-batches of half the weight."""
     for loss, norms in found["router_losses"].items():
         assert norms["1"] > 1e-3, loss
         assert norms["4"] == pytest.approx(norms["1"], rel=1e-4), loss
-        assert norms["16"] == pytest.approx(norms["1"], rel=1e-4), loss
         assert norms["padded"] == pytest.approx(norms["1"], rel=1e-4), loss
         assert norms["half"] == pytest.approx(norms["1"] / 2, rel=1e-4), loss
         assert norms["expected"] == pytest.approx(norms["1"], rel=1e-4), loss
