@@ -27,15 +27,15 @@ Episode = tuple[list[int], list[bool], list[float]]
 
 
 async def episode(scheduler: Scheduler, number: int) -> Episode:
-    """Play three turns beside others: prompts and answers of several lengths, cached prefixes, more requests than slots."""
+    """Play two turns beside others: prompts and answers of several lengths, cached prefixes, more requests than slots."""
     rng = np.random.default_rng(number)
     ids, sampled, logprobs = list[int](), list[bool](), list[float]()
-    for turn in range(3):
-        observation = rng.integers(2, 384, int(rng.integers(1, 60))).tolist()
+    for turn in range(2):
+        observation = rng.integers(2, 384, int(rng.integers(1, 40))).tolist()
         ids, sampled = ids + observation, sampled + [False] * len(observation)
         logprobs = logprobs + [0.0] * len(observation)
         options = SamplingOptions(
-            max_new_tokens=int(rng.integers(1, 25)), temperature=TEMPERATURE, sampling_seed=number
+            max_new_tokens=int(rng.integers(1, 13)), temperature=TEMPERATURE, sampling_seed=number
         )
         request = scheduler.submit(GenerateInput(ids, options, f"{number}-{turn}", logprobs=True))
         await request.done
@@ -51,7 +51,7 @@ def play(folder: Path, *, batch_invariant: bool) -> list[Episode]:
     async def run() -> list[Episode]:
         loop = asyncio.create_task(scheduler.run())
         try:
-            return await asyncio.gather(*(episode(scheduler, number) for number in range(9)))
+            return await asyncio.gather(*(episode(scheduler, number) for number in range(7)))
         finally:
             loop.cancel()
 

@@ -106,6 +106,7 @@ def open_world(folder: Path) -> Iterator[Open]:
             thread.start()
             servers.append((server, thread))
             while not server.started:
+                thread.join(0.005)
                 assert thread.is_alive()
             return World(folder, config, learner, model, f"http://127.0.0.1:{listener.getsockname()[1]}")
 
