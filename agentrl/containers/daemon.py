@@ -6,14 +6,16 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import docker
 from docker.errors import APIError, DockerException
 
-from agentrl.config.containers import ContainersConfig
 from agentrl.containers.docker_api import DaemonInfo, DaemonVersion, DockerApi
 from agentrl.core.errors import MissingError, SandboxFailure
+
+if TYPE_CHECKING:  # pydantic takes half as long to import as Docker's SDK; the reaper and builds need it not
+    from agentrl.config.containers import ContainersConfig
 
 _T = TypeVar("_T")
 
