@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from typing_extensions import override
 
 from agentrl.core.errors import ModelError
 from agentrl.core.extras import require
-from agentrl.render.formats.template import TemplateFormat, Texts
+from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
 
 PREFIX = "renderers:"
@@ -59,10 +58,6 @@ class PackageFormat(TemplateFormat):
         super().__init__(template, keep_thinking=keep_thinking, parser=PARSERS[PACKAGE_FORMATS[name]]())
         self.name = name
         self.ends = tuple(dict.fromkeys((*self.ends, *template.stops)))
-
-    @override
-    def _find_texts(self) -> Texts:
-        return {}  # shared with no other format: the text depends on more of the tokenizer than a template's
 
 
 class _PackageTemplate:

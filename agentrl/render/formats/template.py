@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -31,32 +29,6 @@ _PROBE_TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-
-
-_MAX_MESSAGES, _MAX_LENGTH, _MAX_TEXTS = 16, 4_000, 1_024
-"""Messages and characters of a conversation whose text is kept for the next probe like it; texts kept of a template."""
-_CALL_OF_CLOCK = re.compile(r"strftime_now\s*\(")
-_WRITES_DATE = re.compile(r"""strftime_now\s*\(\s*(["'])(?:%[aAbBdjmyY]|[^%"'])*\1\s*\)""")
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """In place of a text that the template does not write."""
-
-    reason: str
-
-
-Texts = dict[str, str | _Refusal]
-"""By the text of messages, tools and opener, and the date."""
-
-
-@lru_cache(maxsize=16)
-def _texts_of_template(chat_template: str, variables: str) -> Texts | None:
-    """Return the memory that all formats of a template share, of which two thirds of probes take their text.
-
-    A template takes a millisecond or more for each.
-    """
-    return None if len(_CALL_OF_CLOCK.findall(chat_template)) > len(_WRITES_DATE.findall(chat_template)) else {}
 
 
 class TemplateFormat(Format):
@@ -89,7 +61,6 @@ class TemplateFormat(Format):
         self._tokenizer = tokenizer
         self._keep = keep_thinking
         self._variables = dict(variables or {})
-        self._texts = self._find_texts()
         self._preserves = lru_cache(maxsize=256)(self._preserves_uncached)
         self._boundary = lru_cache(maxsize=8192)(self._boundary_uncached)
         self._parser: CallParser = parser or parser_of_template(str(tokenizer.chat_template or ""))
@@ -100,12 +71,6 @@ class TemplateFormat(Format):
     @override
     def parser(self) -> CallParser:
         return self._parser
-
-    def _find_texts(self) -> Texts | None:
-        """Return the memory of texts of short conversations; None if the template writes the time of day."""
-        tokenizer = self._tokenizer
-        variables = repr((type(tokenizer), self._variables, tokenizer.special_tokens_map))
-        return _texts_of_template(str(tokenizer.chat_template), variables)
 
     @cached_property
     def inputs(self) -> TemplateInputs:
@@ -149,29 +114,11 @@ class TemplateFormat(Format):
         return text
 
     def _apply(self, messages: Sequence[Fields], tools: Sequence[dict[str, Any]], opener: bool) -> str:
-        """Return the template's text; that of a short conversation, such as of probes, from memory the second time.
+        """Return the template's text.
 
         Raises:
             ValueError: the template raises something: it refuses the messages, or was not written for them.
         """
-        if self._texts is None or len(messages) > _MAX_MESSAGES:
-            return self._apply_uncached(messages, tools, opener)
-        key = repr((messages, tools, opener, date.today()))
-        text = self._texts.get(key)
-        if text is None:
-            try:
-                text = self._apply_uncached(messages, tools, opener)
-            except ValueError as error:
-                text = _Refusal(str(error))
-            if len(key) <= _MAX_LENGTH:
-                if len(self._texts) >= _MAX_TEXTS:
-                    self._texts.clear()
-                self._texts[key] = text
-        if isinstance(text, _Refusal):
-            raise ValueError(text.reason)
-        return text
-
-    def _apply_uncached(self, messages: Sequence[Fields], tools: Sequence[Fields], opener: bool) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),

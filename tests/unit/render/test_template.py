@@ -9,7 +9,6 @@ from agentrl.config.model import RenderConfig
 from agentrl.core.errors import ConversationError, ModelError
 from agentrl.core.tool import tool
 from agentrl.core.types import CallStatus, Fork, ForkReason, Message, Prompt, ToolCall
-from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.registry import make_renderer
 from tests.unit.render.conversations import added_ids
 from tests.unit.render.oracles import template
@@ -45,30 +44,6 @@ def test_render_is_what_the_template_says(tokenizer):
         [{"role": "user", "content": ASK[0].content}], add_generation_prompt=True, tokenize=True, return_dict=False
     )
     assert renderer.render(ASK).token_ids == tuple(expected)
-
-
-def test_a_short_conversation_has_the_same_text_or_refusal_again(tokenizer):
-    """Formats of a template share what it wrote; with other variables, or another beginning token, it writes another."""
-    made, other = tokenizer("chatml"), tokenizer("chatml")
-    made.chat_template = other.chat_template = "{{ bos_token }}{{ enable_thinking }}" + made.chat_template.replace(
-        "{%", "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{%", 1
-    )
-    made.bos_token, other.bos_token = "<|im_start|>", "<|im_end|>"
-    formats = [TemplateFormat(made), TemplateFormat(made), TemplateFormat(made, variables={"enable_thinking": "no"})]
-    texts = [format.text(ASK, ()) for format in (*formats, TemplateFormat(other))]
-    assert texts[0] == texts[1]
-    assert len(set(texts)) == 3
-    for format in (*formats[:2], formats[0]):
-        with pytest.raises(ValueError, match=r"\Ano system\Z"):
-            format.text((Message("system", "a"),), ())
-
-
-@pytest.mark.parametrize(("clock", "shared"), [("%d %b %Y", True), ("%Y-%m-%d, %f", False)])
-def test_a_text_with_the_time_of_day_is_written_again(tokenizer, clock, shared):
-    made = tokenizer("chatml")
-    made.chat_template = f"{{{{ strftime_now('{clock}') }}}}{made.chat_template}"
-    format = TemplateFormat(made)
-    assert (len({format.text(ASK, ()) for _ in range(9)}) == 1) == shared
 
 
 def test_end_and_padding_tokens(tokenizer):
