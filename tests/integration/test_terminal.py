@@ -154,7 +154,7 @@ def test_tools_of_mcp_servers(
     service = {
         "image": dockerd.image,
         "command": ["sh", "-c", SERVE.replace("$", "$$"), MCP_SERVER.replace("$", "$$")],
-        "healthcheck": {"test": ["CMD", "python3", "-c", READY], "interval": "200ms", "retries": 50},
+        "healthcheck": {"test": ["CMD", "python3", "-c", READY], "interval": "1s", "retries": 50},
     }
     (task / "environment").mkdir()
     (task / "environment" / "docker-compose.yaml").write_text(json.dumps({"services": {"side": service}}))
