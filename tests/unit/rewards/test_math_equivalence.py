@@ -100,13 +100,11 @@ def test_a_worker_that_dies_is_no_verdict_on_the_answer(monkeypatch):
         assert WorkerPool(size=1).equivalent("x", "x") is same
 
 
-def test_the_death_of_a_worker_is_noticed():
-    worker = math_equivalence._Worker()
-    try:
+def test_the_death_of_a_worker_is_noticed(workers):
+    with workers.worker() as worker:
         worker._process.kill()
         with pytest.raises(math_equivalence.WorkerDied):
             worker.compare("3", "3", 30.0)
-    finally:
         worker.kill()
 
 

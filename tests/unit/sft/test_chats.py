@@ -4,10 +4,10 @@ import asyncio
 import json
 import pickle
 import signal
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -82,9 +82,23 @@ AS_TRL = ("lfm2_v2", "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl")
 """Templates of which ``trl`` marks the same tokens in all chats, but for white space after the end token."""
 
 
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine. `asyncio.run` would write its repr, which takes longer than what is tested."""
+    results: list[T] = []
+
+    async def keep_result() -> None:
+        results.append(await coroutine)
+
+    asyncio.run(keep_result())
+    return results[0]
+
+
 def rows_of(renderer: ChatRenderer, name: str, turns: Any = "all") -> list[Row]:
     messages, tools = CHATS[name]
-    return asyncio.run(chat_rows(Chat("chats.jsonl, line 1", messages, tools, 0), renderer, turns)).rows
+    return run(chat_rows(Chat("chats.jsonl, line 1", messages, tools, 0), renderer, turns)).rows
 
 
 def trained_texts(renderer: ChatRenderer, rows: Sequence[Row]) -> list[str]:
@@ -157,7 +171,7 @@ def test_rows_and_masks_are_those_of_a_trajectory_that_samples_the_turns(name: s
                 *("look_up" for _ in message.tool_calls),
             )
             assert all(words in text for words in expected), text
-        in_training = asyncio.run(sampled_rows(renderer, chat, turns))
+        in_training = run(sampled_rows(renderer, chat, turns))
         assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in in_training]
         assert [row.mask.tolist() for row in rows] == [row.mask.tolist() for row in in_training]
         assert [row.fork for row in rows] == [row.fork for row in in_training]
@@ -201,7 +215,7 @@ def test_a_row_is_what_the_format_writes_of_the_whole_chat(name: str, conversati
     ):
         return
     renderer = make_renderer(family_tokenizer(name), RenderConfig(format=name))
-    [row] = asyncio.run(chat_rows(Chat("chats.jsonl, line 1", messages[: last + 1], tools, 0), renderer)).rows
+    [row] = run(chat_rows(Chat("chats.jsonl, line 1", messages[: last + 1], tools, 0), renderer)).rows
     text = FORMATS[name](RenderConfig()).text(messages[: last + 1], tools, opener=False).rstrip("\n")
     written = renderer.decode(row.token_ids)
     assert written == text or written in (f"{text}<|user|>", f"{text}<|observation|>")
@@ -279,10 +293,10 @@ def test_pairs_train_the_completion_alone() -> None:
     assert chat is not None
     assert chat.first == 3
     renderer = make_renderer(tokenizer("qwen2_5"))
-    assert trained_texts(renderer, asyncio.run(chat_rows(chat, renderer)).rows) == ["as2<|im_end|>"]
+    assert trained_texts(renderer, run(chat_rows(chat, renderer)).rows) == ["as2<|im_end|>"]
     raw = convert({"prompt": "qa1: ", "completion": "as1"}, apply_chat_template=False)
     assert raw is not None
-    [row] = asyncio.run(chat_rows(raw, renderer)).rows
+    [row] = run(chat_rows(raw, renderer)).rows
     assert renderer.decode(row.token_ids) == "qa1: as1<|im_end|>"
     assert trained_texts(renderer, [row]) == ["as1<|im_end|>"]
 
@@ -341,7 +355,7 @@ def test_a_preamble_writes_calls_that_the_template_has_no_place_for() -> None:
         renderer = make_renderer(family_tokenizer("chatml"), config)
         assert trained_texts(renderer, rows_of(renderer, "call")) == [f"{call}<|im_end|>", "as2<|im_end|>"]
         messages, tools = CHATS["call"]
-        [row] = asyncio.run(chat_rows(Chat("chats.jsonl, line 1", messages, tools, 3), renderer)).rows
+        [row] = run(chat_rows(Chat("chats.jsonl, line 1", messages, tools, 3), renderer)).rows
         assert trained_texts(renderer, [row]) == ["as2<|im_end|>"]
         assert f"<|im_start|>assistant\n{call}<|im_end|>" in renderer.decode(row.token_ids), "of the prompt"
 

@@ -220,17 +220,17 @@ def test_data_workers_start_before_the_learner(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_run_lowers_the_loss_and_writes_a_policy(tmp_path: Path) -> None:
-    run = config(f"run.dir={tmp_path / 'run'}", "sft.steps=8", "learner.optimizer.lr=1e-3", "sft.steps_per_world=1")
+    run = config(f"run.dir={tmp_path / 'run'}", "sft.steps=5", "learner.optimizer.lr=1e-3", "sft.steps_per_world=1")
     out = sft(run, note=print)
     assert out == tmp_path / "run" / "model"
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["step"] for row in rows] == list(range(1, 6))
     losses = [row["train/loss"] for row in rows]
     assert np.mean(losses[-3:]) < np.mean(losses[:2])
     assert rows[-1]["train/lr"] < rows[0]["train/lr"] == pytest.approx(1e-3)
     written = load_model(out, "bfloat16")
     assert written.config.dtype is torch.bfloat16
-    weights = load_model(tmp_path / "run" / "checkpoint" / "step_000008" / "model", "bfloat16").state_dict()
+    weights = load_model(tmp_path / "run" / "checkpoint" / "step_000005" / "model", "bfloat16").state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in written.state_dict().items())
     assert (out / "tokenizer.json").read_bytes() == (WARM / "tokenizer.json").read_bytes()
     assert load_tokenizer(out).chat_template
