@@ -32,7 +32,7 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
     from agentrl.models.load import load_tokenizer, read_end_ids
     from agentrl.render.probes import Arrival
     from agentrl.render.registry import make_renderer
-    from agentrl.render.template_check.check import check_template
+    from agentrl.render.template_check.check import check_renderer
 
     trust = config.model.trust_remote_code
     tokenizer = load_tokenizer(model, trust_remote_code=trust)
@@ -43,10 +43,10 @@ def check_chat_template(config: Config, model: Path, tasks: Sequence[Task]) -> s
         )
         return f"not used: prompts are given as they are (data.apply_chat_template=false){without_bos}"
     end_ids, load_images = read_end_ids(model), image_processor_loader(model, trust_remote_code=trust)
-    findings = check_template(tokenizer, config.render, end_ids, load_images=load_images)
+    renderer = make_renderer(tokenizer, config.render, end_ids, load_images=load_images)
+    findings = check_renderer(renderer, tokenizer, config.render)
     if config.rollout.loop is not None:  # what it sends is known when it sends it
         return findings.summary()
-    renderer = make_renderer(tokenizer, config.render, end_ids, load_images=load_images)
     refused = list[ConversationError | ModelError]()
     tried = [tasks[index] for index in range(0, len(tasks), -(-len(tasks) // TRIED) or 1)]
     prompts = [prompt for task in tried if (prompt := first_prompt(config.env, config.run.seed, task))]

@@ -15,6 +15,7 @@ from agentrl.render.formats.template import TemplateFormat
 from agentrl.render.parsers.registry import PARSERS
 from agentrl.render.probes import Arrival, arrivals
 from agentrl.render.registry import choose_format, make_renderer
+from agentrl.render.renderer import ChatRenderer
 from agentrl.render.template_check.turn_transitions import (
     SPECIAL_TOKEN_LIKE,
     Continuation,
@@ -187,7 +188,20 @@ def check_template(
         ConfigError, ModelError, MissingError: see `agentrl.render.registry.make_renderer`.
     """
     config = config or RenderConfig()
-    renderer = make_renderer(tokenizer, config, end_ids, load_images=load_images)
+    return check_renderer(make_renderer(tokenizer, config, end_ids, load_images=load_images), tokenizer, config)
+
+
+def check_renderer(renderer: ChatRenderer, tokenizer: PreTrainedTokenizerBase, config: RenderConfig) -> Findings:
+    """Return what `check_template` does.
+
+    Args:
+        renderer: made by `agentrl.render.registry.make_renderer`.
+        tokenizer: of the renderer.
+        config: of the renderer.
+
+    Raises:
+        ModelError: see `agentrl.render.registry.choose_format`.
+    """
     template = renderer.format
     if config.keep_thinking or (config.format == "auto" and not isinstance(template, TemplateFormat)):
         format_name = "template" if config.format == "auto" and tokenizer.chat_template else config.format
