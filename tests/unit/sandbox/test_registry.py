@@ -117,6 +117,7 @@ def test_a_class_that_is_no_backend(file: Path, name: str, message: str) -> None
         make_backend(SandboxConfig(backend=f"{file}:{name}"))
 
 
+@pytest.mark.usefixtures("forked_starts")
 def test_a_backend_of_another_package_runs_the_code_of_a_tool_server(file: Path, tmp_path: Path) -> None:
     """The package lies as an installer leaves it: the module, and next to it the metadata with the entry point."""
     metadata = tmp_path / "plain_sandbox-1.0.dist-info"
