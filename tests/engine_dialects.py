@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,12 +64,13 @@ class EngineEpisodes:
         sampler = EngineSampler(self._url)
         return play_with(self.renderer, sampler, talk, temperature=self._temperature, **limits, **options)
 
-    def check(self, episodes: int, seed: int) -> None:
-        """Draw episodes, and check that each is the same in every dialect, streamed and whole, and through an environment.
+    def check(self, episodes: int, seed: int, streams: Sequence[bool] = (False, True)) -> None:
+        """Draw episodes, and check that each is the same in every dialect and through an environment.
 
         Args:
             episodes: how many.
             seed: draws them.
+            streams: whether the clients request streams.
         """
 
         @hypothesis.seed(seed)
@@ -83,7 +84,7 @@ class EngineEpisodes:
         )
         @hypothesis.given(steps=STEPS)
         def check_episode(steps: list[Step]) -> None:
-            expected = check_dialects(self.play, steps)
+            expected = check_dialects(self.play, steps, streams=streams)
             check_environment(self.play, steps, seeded=self._temperature > 0)
             self._count(steps, expected)
             if self.counts["episodes"] % 25 == 0:

@@ -26,10 +26,10 @@ def talking_engine(folder: Path, **training: int) -> Iterator[PlayOn]:
 
 
 def test_an_episode_is_the_same_bit_for_bit_on_the_embedded_engine(tmp_path: Path) -> None:
-    """With a policy that has learned to talk, and no more."""
+    """Streamed, with a policy that has learned to talk, and no more. That whole replies are the same, scripted episodes show."""
     with talking_engine(tmp_path, steps=80, rows=4) as play_on:
         episodes = play_on(temperature=1.0, max_new_tokens=24)
-        episodes.check(2, seed=0)
+        episodes.check(2, seed=0, streams=(True,))
         assert episodes.counts["turns"] >= 3
         assert episodes.counts["calls"], "it says more than text"
 

@@ -41,7 +41,7 @@ TEMPLATE = (
 RENDER = ["--env", "insists.py:Insists", "render.chat_template=drops.jinja"]
 TINY = [
     "learner.precision=float32",  # the sampler computes in float32, and a test compares with it
-    "rollout.batch_size=4",
+    "rollout.batch_size=2",
     "rollout.n_samples_per_prompt=4",
     "rollout.max_tokens=640",
     "sampler.max_new_tokens=32",

@@ -48,7 +48,7 @@ def counted(folder: Path) -> Counter[str]:
 ALL = Counter(f"{step}/{offset}/{sample}" for step in range(1, 13) for offset in range(4) for sample in range(2))
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 5])
+@pytest.mark.parametrize("staleness", [1, pytest.param(2, marks=pytest.mark.long), 5])
 def test_no_token_is_older_than_the_bound(tmp_path: Path, staleness: int) -> None:
     train(tmp_path, make_config("train.steps=12", f"async.max_staleness={staleness}"), seed=staleness)
     actual = ages(tmp_path)
@@ -74,7 +74,7 @@ def test_the_bound_holds_if_not_every_version_is_synced(tmp_path: Path, every: i
         make_config("async.max_staleness=3", "weights.sync_every=5")
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.long), 3])
 def test_streamed_groups_are_trained_while_others_are_sampled(tmp_path: Path, staleness: int) -> None:
     engines, running = Engines(staleness), []
 

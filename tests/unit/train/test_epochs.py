@@ -54,8 +54,15 @@ def test_filtered_groups_count_and_the_run_ends_without_a_full_batch(tmp_path: P
     assert (run.evaluations.step, run.saved) == (run.step, run.step)
 
 
-@pytest.mark.parametrize("staleness", [0, 3])
-@pytest.mark.parametrize("filters", [[], [ZERO_VARIANCE]])
+@pytest.mark.parametrize(
+    ("staleness", "filters"),
+    [
+        (0, [ZERO_VARIANCE]),
+        (3, [ZERO_VARIANCE]),
+        pytest.param(0, [], marks=pytest.mark.long),
+        pytest.param(3, [], marks=pytest.mark.long),
+    ],
+)
 def test_a_resumed_run_ends_where_the_other_would_have(tmp_path: Path, staleness: int, filters: list[str]) -> None:
     config = make_config("train.epochs=1", f"async.max_staleness={staleness}", *filters)
     with pytest.raises(LearnerError):

@@ -157,7 +157,7 @@ class Run:
         assert set(counts.values()) == {1}
 
 
-@pytest.mark.parametrize(("staleness", "engines"), [(0, 2), (1, 1), (4, 2)])
+@pytest.mark.parametrize(("staleness", "engines"), [(0, 2), pytest.param(1, 1, marks=pytest.mark.long), (4, 2)])
 def test_groups_keep_their_opponent_and_games_count_in_the_order_of_steps(
     tmp_path: Path, staleness: int, engines: int
 ) -> None:
@@ -221,7 +221,7 @@ def test_an_evaluation_in_the_background_has_the_rating_of_its_step(tmp_path: Pa
         assert rating == pytest.approx(league.ratings.rating(POLICY).low)
 
 
-@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_groups_that_are_admitted_long_after_they_were_drawn_find_their_snapshot(tmp_path: Path, engines: int) -> None:
     slow = ("async.max_staleness=2", "rollout.concurrency=2", "rollout.batch_size=8", "train.save_every=0")
     run = Run(tmp_path / "run", *slow, "self_play.mix={past: 1}", "self_play.pool.keep=1", engines=engines)
