@@ -27,7 +27,9 @@ def pixels_of(task: Task) -> NDArray[np.uint8]:
 
 
 def color_mask(pixels: NDArray[np.uint8], color: str) -> Mask:
-    mask: Mask = (pixels == np.array(COLORS[color], np.uint8)).all(-1)
+    red, green, blue = np.moveaxis(pixels, -1, 0)  # many times faster than a comparison of triples
+    r, g, b = COLORS[color]
+    mask: Mask = (red == r) & (green == g) & (blue == b)
     return mask
 
 
