@@ -14,7 +14,7 @@ from agentrl.api.settings import has_gpu
 from agentrl.cli.main import build_parser, main
 from agentrl.cli.options import config_layers
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.layers import Layer, annotate, differences, load_layers
+from agentrl.config.layers import Layer, annotate, differences, leaf_texts, load_layers
 from agentrl.config.load import load_config, shipped_folder
 from agentrl.core.errors import ConfigError
 
@@ -180,6 +180,12 @@ def test_differences_are_by_key() -> None:
         "env.options.a: 1 → null",
     ]
     assert differences(state_before, state_before) == []
+
+
+def test_values_are_text_as_yaml_has_them() -> None:
+    values = {"a": 0.0, "b": {"c": -0.0, "d": 1e-6, "e": float("inf")}, "f": [], "g": [0.5], "h": "1.5", "i": None}
+    texts = {"a": "0.0", "b.c": "-0.0", "b.d": "1.0e-06", "b.e": ".inf", "f": "[]", "g": "[0.5]", "h": "'1.5'"}
+    assert leaf_texts(values) == texts
 
 
 def test_sft_shows_origins_and_no_secret_too(capsys: pytest.CaptureFixture[str]) -> None:
