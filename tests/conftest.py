@@ -126,7 +126,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
     if forks and "tests.unit.learner.megatron.forked" in sys.modules:
         # Its forks are the ranks of all files: each would import Megatron-Core, which takes three seconds.
-        os.environ[MEGATRON] = fork_server("tests.unit.learner.megatron.imports")
+        os.environ[MEGATRON], end = fork_server("tests.unit.learner.megatron.imports")
+        _SESSION.callback(os.close, end)  # before the others, whose standard input it has inherited
     return result
 
 

@@ -246,7 +246,7 @@ def _separate(session: pytest.Session, number: int) -> None:
     plugins = session.config.pluginmanager
     capture: Any = plugins.get_plugin("capturemanager")
     capture.stop_global_capturing()
-    os.environ[CHILDREN] = fork_server()
+    os.environ[CHILDREN], _ = fork_server()
     capture.start_global_capturing()
     capture.suspend_global_capture()
     terminal: Any = plugins.unregister(name="terminalreporter")

@@ -389,7 +389,7 @@ def _become(request: Request) -> int:
     ctypes.CDLL(None).prctl(_SET_NAME, process_name(module).encode(), 0, 0, 0)
     if request.forks:
         child_process = importlib.import_module("agentrl.core.child_process")
-        child_process.subprocess = ForkedStarts(fork_server())  # type: ignore[attr-defined]
+        child_process.subprocess = ForkedStarts(fork_server()[0])  # type: ignore[attr-defined]
         if WORKERS in os.environ and "ray" in sys.modules:
             importlib.import_module("ray_workers").forked_workers().__enter__()
     return int(getattr(importlib.import_module(module), name)() or 0)
@@ -400,11 +400,14 @@ def process_name(module: str) -> str:
     return module.removesuffix(".__main__")[-_NAME_LENGTH:]
 
 
-def fork_server(*modules: str) -> str:
-    """Let a fork of this process be a preloaded one until this one ends; returns its address.
+def fork_server(*modules: str) -> tuple[str, int]:
+    """Let a fork of this process be a preloaded one.
 
     Args:
         *modules: what it imports with the first request.
+
+    Returns:
+        its address, and an open file with which it ends: when this process closes it, or ends.
     """
     address = f"{tempfile.mkdtemp(prefix='agentrl-')}/preloaded"
     reading, writing = os.pipe()
@@ -414,10 +417,10 @@ def fork_server(*modules: str) -> str:
         os.dup2(reading, 0)
         os.close(reading)
         _exit_as_interpreter(lambda: _become(_serve(address, modules)))
-    os.close(reading)  # the other end stays open
+    os.close(reading)
     while not Path(address).exists():
         time.sleep(0.001)
-    return address
+    return address, writing
 
 
 def _exit_as_interpreter(main: Callable[[], int]) -> NoReturn:

@@ -112,6 +112,7 @@ def test_without_a_judge_the_episode_fails_and_earns_no_zero(url: str) -> None:
             play_episode(CodeContestEnv, TASK, [SQUARES], model=str(WARM), tool_clients=clients)
 
 
+@pytest.mark.long
 def test_training(url: str, tmp_path: Path) -> None:
     done = agentrl(
         *("train", *ONE_THREAD, "--env", "code_contest", f"model.path={WARM}", "train.steps=2", "run.dir=run"),

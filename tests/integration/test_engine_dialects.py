@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import pytest
 from engine_dialects import EngineEpisodes, PlayOn, long_proof
 from talking_policy import CONTEXT, save_talking_policy
 
@@ -25,6 +26,7 @@ def talking_engine(folder: Path, **training: int) -> Iterator[PlayOn]:
         engine.stop()
 
 
+@pytest.mark.long
 def test_an_episode_is_the_same_bit_for_bit_on_the_embedded_engine(tmp_path: Path) -> None:
     """Streamed, with a policy that has learned to talk, and no more. That whole replies are the same, scripted episodes show."""
     with talking_engine(tmp_path, steps=80, rows=4) as play_on:

@@ -41,7 +41,10 @@ LOGS = {
 }
 """The figures that an example's own code gives, by its folder."""
 
-LIKE_OTHERS = ("01_own_reward", "03_own_tool", "04_own_generate", "08_own_chats")
+LIKE_OTHERS = (
+    "01_own_reward", "02_own_environment", "03_own_tool", "04_own_generate", "05_own_documents", "08_own_chats",
+    "09_agent_program",
+)  # fmt: skip
 """Those whose parts are trained elsewhere in `make test`; `make test-long` runs them."""
 
 SEARCHES = ("04_own_generate", "06_own_algorithm")

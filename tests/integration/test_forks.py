@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_rows_that_fork_are_trained_and_pass_the_audit(folder: Path, services: Services) -> None:
     """Every turn but the last that reasoned ends a row, and each sampled token is trained once."""
     steps = ["run.dir=run", "train.steps=2", "train.eval_first=false", "train.eval_every=0", "eval.size=2"]

@@ -84,6 +84,7 @@ def test_its_environment_passes_the_check(project: Path) -> None:
     assert "passes" in done.stdout
 
 
+@pytest.mark.long
 def test_it_trains(project: Path, services: Services) -> None:
     small = ["train.steps=2", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4", "eval.size=8"]
     words = ["--config", "config.yaml", "run.dir=run", *small, "obs.tensorboard=false"]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 from shared_runs import Services, here, metrics
 
@@ -54,6 +55,7 @@ def doubled(sample):
 ROWS = "".join(json.dumps({"prompt": f"Say {n}.", "n": n}) + "\n" for n in range(6))
 
 
+@pytest.mark.long
 def test_two_environments_are_trained_in_one_step(tmp_path: Path, services: Services) -> None:
     (tmp_path / "short.py").write_text(ENVIRONMENT)
     (tmp_path / "short.jsonl").write_text(ROWS)

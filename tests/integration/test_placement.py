@@ -206,6 +206,7 @@ http.server.HTTPServer((arguments.host, int(arguments.port)), Health).serve_fore
 """SGLang on several machines: no machine is ready before all have been started."""
 
 
+@pytest.mark.long
 def test_an_engine_of_two_machines_starts_and_ends_as_one(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     options = ["sampler.backend=sglang", "sampler.sglang={tp_size: 4, nnodes: 2}", "placement.mode=disaggregate"]
     python, folder = stand_in(tmp_path, SEVERAL), tmp_path / "sglang"
@@ -234,6 +235,7 @@ def test_an_engine_of_two_machines_starts_and_ends_as_one(cluster: Cluster, mode
         placement.close()
 
 
+@pytest.mark.long
 def test_engines_get_the_gpus_of_their_ranks_or_their_own(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     """Colocated, rank j of engine e has the GPU of the learner's rank e*g+j; apart, no GPU is given twice."""
     python = f"sampler.sglang.python={stand_in(tmp_path)}"

@@ -20,7 +20,8 @@ GONE_S = 5
 """Much less than the 20 seconds and more in which Ray's agents notice that their raylet has ended."""
 
 
-@pytest.mark.parametrize("moment", [pytest.param("raylet", marks=pytest.mark.long), "driver"])
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["raylet", "driver"])
 def test_a_start_whose_gcs_is_killed_ends(tmp_path: Path, moment: str) -> None:
     """Before the raylet starts; and before the driver connects, which then waits without letting another thread run."""
     killed = tmp_path / "killed"

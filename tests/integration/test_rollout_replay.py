@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, agentrl, here, metrics
 
 from agentrl.obs.rollouts import read_rollouts
@@ -9,6 +10,7 @@ from agentrl.obs.rollouts import read_rollouts
 TINY = [*ONE_THREAD, "rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 
+@pytest.mark.long
 def test_samples_in_parquet_are_trained_on(tmp_path: Path, services: Services) -> None:
     sample = ["--env", "search_r1", "--out", "samples.parquet", "--tasks", "6", *TINY]
     done = services.agentrl("rollout", *sample, cwd=tmp_path, search=True)

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_training_on_published_rows(folder: Path, services: Services) -> None:
     done = services.agentrl(
         *("train", "--env", "search_r1", *SEARCH_QA, "run.dir=run"),

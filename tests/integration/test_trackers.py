@@ -48,6 +48,7 @@ def wandb_runs(run: Path) -> list[str]:
     return [path.name.rsplit("-", 1)[1] for path in sorted((run / "wandb").glob("offline-run-*"))]
 
 
+@pytest.mark.long
 def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

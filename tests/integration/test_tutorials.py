@@ -30,6 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_tool_searches_in_a_sandbox(folder: Path, services: Services) -> None:
     require_bubblewrap()
     words = ["--config", "directory.yaml", "--env", "sandboxed_env.py:SandboxedDirectory", "run.dir=run", *SMALL]
