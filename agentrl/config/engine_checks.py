@@ -111,9 +111,14 @@ def _batch_invariance(config: Config) -> Iterator[str]:
 
 
 def _refused_options(sampler: SamplerConfig) -> Iterator[str]:
-    for key, group in all_samplers(sampler):
-        for name, (accepted, reason) in REFUSED_OPTIONS.items():
-            if (value := group.sglang_option(name, accepted)) != accepted:
+    """Whether the replies of engines are those that training needs."""
+    options = {"sampler": sampler.sglang}
+    options |= {f"sampler.groups.{name}": group.sglang for name, group in sampler.groups.items()}
+    for key, section in options.items():
+        for spelling, value in section.items():
+            name = spelling.replace("-", "_")
+            accepted, reason = REFUSED_OPTIONS.get(name, (value, ""))
+            if value not in (None, accepted):
                 yield f"{key}.sglang.{name}={value}: {reason}; leave it out"
 
 

@@ -6,20 +6,11 @@ from collections.abc import Iterator
 
 from agentrl.config.sampler import SamplerConfig, merge_options
 
-_OF_THE_POLICY = frozenset(
-    {
-        *(
-            "chat_template",
-            "context_length",
-            "custom_weight_loader",
-            "enable_lora",
-            "json_model_override_args",
-            "load_format",
-        ),
-        *("model_impl", "model_loader_extra_config", "quantization", "quantization_param_path", "revision"),
-        *("served_model_name", "tokenizer_mode", "tokenizer_path", "torchao_config"),
-    }
-)
+_OF_THE_POLICY = frozenset({
+    "chat_template", "context_length", "custom_weight_loader", "enable_lora", "json_model_override_args", "load_format",
+    "model_impl", "model_loader_extra_config", "quantization", "quantization_param_path", "revision", "served_model_name",
+    "tokenizer_mode", "tokenizer_path", "torchao_config",
+})  # fmt: skip
 _OF_THE_POLICY_PREFIXES = ("debug_tensor_dump_", "lora_", "max_lora", "speculative_")
 """SGLang's options that are about the model which an engine serves."""
 
@@ -103,7 +94,7 @@ def _is_of_the_policy(name: str) -> bool:
 
 
 def saved_policy_sampler(sampler: SamplerConfig) -> SamplerConfig:
-    """Return engines of a saved policy, which sample with its weights: ``load_format=dummy`` is for those that get others."""
+    """Return engines that sample with a policy's saved weights: ``load_format=dummy`` is for those that get others."""
     options = {
         name: value
         for name, value in sampler.sglang.items()

@@ -285,22 +285,26 @@ def _threshold(logits_n_V: torch.Tensor, options: HeadOptions) -> torch.Tensor:
     assert truncation is not None
     size = logits_n_V.shape[1]
     candidates = logits_n_V.topk(min(truncation.top_k, size) if truncation.top_k > 0 else size).values
-    normalizers = (logits_n_V / options.temperature).logsumexp(-1, keepdim=True)
     if part is not None:
-        gathered = [torch.empty_like(candidates) for _ in range(part.group.size())]
-        dist.all_gather(gathered, candidates.contiguous(), group=part.group)
-        candidates = torch.cat(gathered, 1).sort(descending=True).values
-        gathered = [torch.empty_like(normalizers) for _ in range(part.group.size())]
-        dist.all_gather(gathered, normalizers, group=part.group)
-        normalizers = torch.cat(gathered, 1)
+        candidates = _gather_columns(candidates, part).sort(descending=True).values
     if truncation.top_k > 0:
         candidates = candidates[:, : truncation.top_k]
     if truncation.top_p == 1:
         return candidates[:, -1]
-    probabilities = (candidates / options.temperature - normalizers.logsumexp(-1, keepdim=True)).exp()
+    normalizers = (logits_n_V / options.temperature).logsumexp(-1, keepdim=True)
+    if part is not None:
+        normalizers = _gather_columns(normalizers, part).logsumexp(-1, keepdim=True)
+    probabilities = (candidates / options.temperature - normalizers).exp()
     preceding = probabilities.cumsum(-1) - probabilities
-    last_n = (preceding < truncation.top_p).sum(-1) - 1
+    last_n = (preceding < truncation.top_p).sum(-1).clamp(min=1) - 1
     return candidates.gather(1, last_n[:, None])[:, 0]
+
+
+def _gather_columns(columns: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
+    """Return the columns of all parts of a divided vocabulary, side by side."""
+    gathered = [torch.empty_like(columns) for _ in range(part.group.size())]
+    dist.all_gather(gathered, columns.contiguous(), group=part.group)
+    return torch.cat(gathered, 1)
 
 
 def _is_kept(logits_n_V: torch.Tensor, targets_n: torch.Tensor, threshold_n: torch.Tensor) -> torch.Tensor:

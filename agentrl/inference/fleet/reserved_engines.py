@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from agentrl.config.engine_groups import other_model_sampler, training_engines
+from agentrl.config.engine_groups import saved_policy_sampler, training_engines
 from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.inference.client.segments import Vocabulary
@@ -71,7 +71,7 @@ def frozen_fleets(config: Config, logs: Path, vocabulary: Vocabulary) -> dict[st
     Raises:
         ModelError: a model does not exist; the message names the key.
     """
-    sampler = other_model_sampler(config.sampler)
+    sampler = saved_policy_sampler(config.sampler)
     return {
         name: reserved_fleet(config, folder, logs / f"frozen-{number}", number, vocabulary, sampler=sampler)
         for number, (name, folder) in enumerate(resolve_frozen(config).items())

@@ -89,7 +89,7 @@ def _read_weights(module: nn.Module) -> tuple[_Weight, ...]:
 
 
 def _read_layer(layer: nn.Module, known_layers: dict[tuple[object, ...], _Layer]) -> _Layer:
-    """Return what is known of a layer: that of the first one that is equal."""
+    """Return what is known of a layer; equal layers share the object."""
     weights = _read_weights(layer)
     linears = tuple((m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear))
     expert_count = sum(_count(_read_weights(module)) for module in expert_modules(layer))

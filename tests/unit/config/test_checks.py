@@ -48,6 +48,14 @@ ADAPTERS = ["weights.adapters=only", "learner.lora={}"]
         ([*GPU, "sampler.sglang.tokenizer-worker-num=4"], r"tokenizer_worker_num=4: .*leave it out"),
         ([*GPU, "sampler.sglang.preferred_sampling_params={min_p: 0.1}"], "sampled from another distribution"),
         ([*GPU, "sampler.sglang.allow_auto_truncate=true"], r"sampler\.sglang\.allow_auto_truncate=True: prompts"),
+        (
+            [
+                *GPU,
+                "eval.background=true",
+                "sampler.groups.a={serves: evaluation, sglang: {allow-auto-truncate: true}}",
+            ],
+            r"^sampler\.groups\.a\.sglang\.allow_auto_truncate=True: prompts",
+        ),
         ([*EAGLE, "weights.transport=disk"], r"set weights\.transport=tensor"),
         ([*EAGLE, "weights.check=checksum"], r"set weights\.check=version"),
         ([*EAGLE, "placement.mode=colocate"], "enable_draft_weights_cpu_backup=true"),

@@ -141,6 +141,14 @@ def test_a_truncated_distribution_is_renormalised_with_its_gradient(truncation: 
         torch.testing.assert_close(mine, theirs_row, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("truncation", TRUNCATIONS)
+def test_a_truncation_of_logits_that_are_not_finite_is_not(truncation: Truncation) -> None:
+    hidden, weight, _, targets = given(torch.float64, bias=False)
+    options = HeadOptions(0.7, False, 4, compiled=False, truncation=truncation)
+    logprobs, _, _ = token_scores(hidden, torch.full_like(weight, torch.nan), None, targets, options)
+    assert logprobs.isnan().all()
+
+
 class Threads:
     """A group of two ranks that are threads."""
 
