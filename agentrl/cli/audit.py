@@ -56,7 +56,8 @@ def _texts(tokenizer: str | None, model: object) -> Texts | str:
     from agentrl.models.resolve import resolve_model
 
     if tokenizer is not None:
-        return Texts(load_tokenizer(resolve_model(tokenizer, "--tokenizer", fetch=False), "--tokenizer"))
+        folder = resolve_model(tokenizer, "--tokenizer", fetch=False)
+        return Texts(load_tokenizer(folder, "--tokenizer", trust_remote_code=False))
     if isinstance(model, dict) and model.get("endpoint") is not None:
         return "not measured: a model at an endpoint played, whose tokens are not known"
     if not isinstance(model, dict) or model.get("path") is None:

@@ -38,6 +38,7 @@ def start_learners(
     seed: int,
     run_dir: Path,
     reference: Path | None = None,
+    trust_remote_code: bool = False,
     placement: ReservedPlacement | None = None,
     runtime: RayRuntime | None = None,
 ) -> RayLearnerGroup:
@@ -50,6 +51,7 @@ def start_learners(
         seed: seed of random states.
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
         reference: the folder of the frozen reference policy of the loss; see `resolve_reference`.
+        trust_remote_code: see `RankOptions`.
         placement: contains the ranks; it has started Ray, and is closed after them. None: anywhere on the cluster.
         runtime: Ray, which is started here; it has CPUs for these ranks and those that start next. None: for these ranks.
 
@@ -58,7 +60,15 @@ def start_learners(
         LearnerError: Ray does not start.
     """
     device = learner_device(learner)
-    options = RankOptions(model_folder.absolute(), learner, algo, torch.device(device), seed, reference)
+    options = RankOptions(
+        model_folder.absolute(),
+        learner,
+        algo,
+        torch.device(device),
+        seed,
+        reference,
+        trust_remote_code=trust_remote_code,
+    )
     log = run_dir / "learner.log"
     if placement is not None:
         return RayLearnerGroup(None, options, log, placement.rank_options, placement.number_ranks)

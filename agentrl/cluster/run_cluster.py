@@ -182,6 +182,7 @@ class RunCluster:
             seed=config.run.seed,
             run_dir=self.folder,
             reference=self._reference(),
+            trust_remote_code=config.model.trust_remote_code,
             placement=self._placement,
             runtime=RayRuntime(
                 cpus=config.learner.ranks * (1 if critic is None else 2), store_bytes=store_bytes(self.shape)

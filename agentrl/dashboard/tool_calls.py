@@ -29,7 +29,7 @@ def load_format(folder: Path) -> ChatRenderer | str:
         tokenizer_path = tokenizer_folder(RunFiles(folder, folder, {}, {"model": {"path": config.model.path}}))
         if isinstance(tokenizer_path, str):
             return tokenizer_path
-        return load_renderer(tokenizer_path, config.render)
+        return load_renderer(tokenizer_path, config.render, trust_remote_code=False)
     except AgentrlError as error:
         return str(error)
     except ModuleNotFoundError as error:

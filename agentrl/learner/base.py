@@ -173,6 +173,8 @@ class RankOptions:
     """Folder of the reference policy, if the loss needs one."""
     role: Role = "policy"
     """The model that the rank trains."""
+    trust_remote_code: bool = False
+    """``model.trust_remote_code``, for tokenizers and image processors; weights are loaded with the code of transformers only."""
 
     @property
     def replays_routing(self) -> bool:

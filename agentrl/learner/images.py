@@ -75,10 +75,13 @@ class ImageInputs:
         self._folder = folder
         self._positions = positions
         self._key = key
+        self.trust_remote_code = False
+        """Whether the folder's image processor may run Python code of the folder."""
 
     @cached_property
     def _processor(self) -> ImageProcessor:
-        return load_image_processor(self._folder, self._key, cache_bytes=_CACHE_BYTES)
+        trusted = self.trust_remote_code
+        return load_image_processor(self._folder, self._key, trust_remote_code=trusted, cache_bytes=_CACHE_BYTES)
 
     def read(self, micro: MicroBatch) -> tuple[ImageTokens | None, torch.Tensor | None]:
         """Return the images of a micro-batch, and its rotary positions.

@@ -30,6 +30,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "spie
 _TOKENIZER_SUFFIXES = (".json", ".model", ".jinja", ".txt", ".py")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer. With ``config.json`` alone transformers returns an empty one."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(
     folder: Path, key: str = "model.path", *, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
@@ -45,8 +50,7 @@ def load_tokenizer(
     Raises:
         ModelError: the folder has no tokenizer, or it cannot be loaded, such as for code that is not trusted.
     """
-    # With config.json alone transformers would return an empty tokenizer of the right class.
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ModelError(f"{key}={folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}")
     files = sorted(path for path in folder.iterdir() if path.suffix in _TOKENIZER_SUFFIXES)
     stamp = tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files)

@@ -10,7 +10,7 @@ from agentrl.config.schema import Config
 from agentrl.config.tasks import INITIAL
 from agentrl.core.errors import ConfigError
 from agentrl.models.image_positions import read_image_positions
-from agentrl.models.load import load_tokenizer, read_vocab_size
+from agentrl.models.load import has_tokenizer, load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
 
 KEY = "algo.reference"
@@ -48,7 +48,7 @@ def pin_reference(config: Config, start: Path | None = None) -> Config:
     return config.model_copy(update={"algo": config.algo.model_copy(update={"reference": pinned})})
 
 
-def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
+def check_reference(policy: Path, reference: Path, key: str = KEY, *, trust_remote_code: bool) -> None:
     """Check that the reference, or another model that reads the policy's tokens, and the policy use the same tokens.
 
     Its vocabulary may be larger than the tokenizer's (models are padded to round sizes), but not smaller; if
@@ -58,6 +58,7 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
         policy: Hugging Face folder of the policy.
         reference: Hugging Face folder of the other model.
         key: the configuration key that names it, for messages.
+        trust_remote_code: run Python code of the folders if their tokenizers need it (``model.trust_remote_code``).
 
     Raises:
         ConfigError: they differ; the message has both sizes.
@@ -65,7 +66,7 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
     """
     if policy == reference:
         return
-    policy_ids = _tokens(policy)
+    policy_ids = _tokens(policy, trusted=trust_remote_code)
     policy_tokens = max(policy_ids.values()) + 1 if policy_ids else read_vocab_size(policy)
     reference_tokens = read_vocab_size(reference)
     if reference_tokens < policy_tokens:
@@ -76,7 +77,7 @@ def check_reference(policy: Path, reference: Path, key: str = KEY) -> None:
             f"{key}={reference}: its vocabulary has {reference_tokens} tokens, {requirement}; "
             f"set {key} to a model with the policy's tokenizer"
         )
-    reference_ids = _tokens(reference)
+    reference_ids = _tokens(reference, key, trusted=trust_remote_code)
     if policy_ids and reference_ids and policy_ids != reference_ids:
         difference = min(policy_ids.items() ^ reference_ids.items(), key=lambda item: item[1])
         raise ConfigError(
@@ -110,7 +111,8 @@ def check_frozen(config: Config, policy: Path, *, fetch: bool) -> None:
     """
     for name, folder in resolve_frozen(config, fetch=fetch).items():
         role = next(role for role, role_config in config.env.roles.items() if role_config.frozen == name)
-        check_reference(policy, folder, f"env.roles.{role}.frozen")
+        trusted = config.model.trust_remote_code
+        check_reference(policy, folder, f"env.roles.{role}.frozen", trust_remote_code=trusted)
 
 
 def pin_frozen(config: Config, start: Path | None) -> Config:
@@ -133,11 +135,11 @@ def pin_frozen(config: Config, start: Path | None) -> Config:
     return config.model_copy(update={"env": config.env.model_copy(update={"roles": roles})})
 
 
-def _tokens(folder: Path) -> dict[str, int] | None:
+def _tokens(folder: Path, key: str = "model.path", *, trusted: bool) -> dict[str, int] | None:
     """Return the ids of all tokens of the folder's tokenizer, or None if it has none."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(folder):
         return None
-    vocabulary: dict[str, int] = load_tokenizer(folder).get_vocab()
+    vocabulary: dict[str, int] = load_tokenizer(folder, key, trust_remote_code=trusted).get_vocab()
     return vocabulary
 
 

@@ -177,7 +177,14 @@ def _start_learner(config: Config, model: Path, folder: Path) -> LearnerGroup:
         return LocalLearnerGroup(model, config.learner, config.algo, seed=config.run.seed)
     from agentrl.cluster.learner_group import start_learners  # imports Ray
 
-    return start_learners(model, config.learner, config.algo, seed=config.run.seed, run_dir=folder)
+    return start_learners(
+        model,
+        config.learner,
+        config.algo,
+        seed=config.run.seed,
+        run_dir=folder,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 @contextmanager

@@ -204,7 +204,7 @@ def play_episode(
     from agentrl.models.resolve import resolve_model
     from agentrl.render.registry import load_renderer
 
-    renderer = load_renderer(resolve_model(model))
+    renderer = load_renderer(resolve_model(model), trust_remote_code=False)
     stop = dict.fromkeys(("sampler", "environment", "tool", "sandbox", "task"), "stop")
     runner = EpisodeRunner(
         {

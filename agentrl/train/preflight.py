@@ -297,18 +297,18 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
         check_precision(config, model, files)
         if config.algo.replays_routing:
             read_routing(model)
-        reference = resolve_reference(config, fetch=fetch)
+        reference, trusted = resolve_reference(config, fetch=fetch), config.model.trust_remote_code
         if config.algo.reference is not None and reference is not None:
-            check_reference(model, reference)
+            check_reference(model, reference, trust_remote_code=trusted)
         check_frozen(config, model, fetch=fetch)
         resolve_judges(config, fetch=fetch)
         critic = resolve_critic(config.algo, model, fetch=fetch)
         if critic is not None:
-            check_reference(model, critic, CRITIC_KEY)
+            check_reference(model, critic, CRITIC_KEY, trust_remote_code=trusted)
         models = [folder for folder in (model, critic, reference) if folder is not None]
         make_backend(config.learner).check(config.algo, models)
         check_rope(config.max_tokens, models)
-        check_teachers(config.algo.distillation, model, fetch=fetch)
+        check_teachers(config, model, fetch=fetch)
     return model
 
 

@@ -266,19 +266,20 @@ def _align_values(values: NDArray[np.float32], longer: int) -> NDArray[np.float3
     return values[longer:] if longer >= 0 else np.concatenate([np.zeros(-longer, np.float32), values])
 
 
-def check_teachers(config: DistillationConfig, model: Path, *, fetch: bool) -> None:
+def check_teachers(config: Config, model: Path, *, fetch: bool) -> None:
     """Check contexts and models of teachers before anything is started.
 
     Raises:
         MissingError: ``fetch`` is False and a model would have to be downloaded.
         UserError: a function or a model does not exist, or a model has other tokens than the policy's folder ``model``.
     """
-    for name, teacher in config.teachers.items():
+    for name, teacher in config.algo.distillation.teachers.items():
         if teacher.context is not None:
             load_context(teacher.context, f"{KEY}.{name}.context")
         if teacher.path is not None:
             key = f"{KEY}.{name}.path"
-            check_reference(model, resolve_model(teacher.path, key, fetch=fetch), key)
+            folder = resolve_model(teacher.path, key, fetch=fetch)
+            check_reference(model, folder, key, trust_remote_code=config.model.trust_remote_code)
 
 
 async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExitStack) -> Teachers | None:
@@ -338,8 +339,9 @@ async def _open(
         image_token_id=vocabulary.image_token_id,
     )
     exits.push_async_callback(client.aclose)
-    tokenizer = load_tokenizer(model, trust_remote_code=config.model.trust_remote_code)
-    await check_server(client, setting, model, max(tokenizer.get_vocab().values()), config.max_tokens)
+    trusted = config.model.trust_remote_code
+    last_id = max(load_tokenizer(model, trust_remote_code=trusted).get_vocab().values())
+    await check_server(client, setting, model, last_id, config.max_tokens, trust_remote_code=trusted)
     fault = "" if vocabulary.image_prompt is None else await image_fault(client, setting, vocabulary.image_prompt)
     return Teacher(client=client, process=process, privileged=privileged, image_fault=fault)
 
@@ -354,7 +356,9 @@ def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
     return LocalLauncher(spec, training_engines(config.sampler), training_gpus(config.sampler))
 
 
-async def check_server(client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int) -> None:
+async def check_server(
+    client: ScoringClient, key: str, model: Path, last_id: int, max_tokens: int, *, trust_remote_code: bool = False
+) -> None:
     """Check that a teacher's server scores the policy's tokens, and whole rollouts.
 
     Args:
@@ -363,6 +367,7 @@ async def check_server(client: ScoringClient, key: str, model: Path, last_id: in
         model: the policy's folder.
         last_id: of the policy's tokenizer.
         max_tokens: ``rollout.max_tokens``.
+        trust_remote_code: see `check_reference`.
 
     Raises:
         ConfigError: it does not answer, takes too few tokens, or has other tokens.
@@ -379,7 +384,7 @@ async def check_server(client: ScoringClient, key: str, model: Path, last_id: in
             "it, or raise the server's context by at least one token more"
         )
     if isinstance(folder, str) and Path(folder).is_dir():
-        check_reference(model, Path(folder), key.partition("=")[0])
+        check_reference(model, Path(folder), key.partition("=")[0], trust_remote_code=trust_remote_code)
 
 
 async def image_fault(client: ScoringClient, key: str, prompt: Prompt) -> str:

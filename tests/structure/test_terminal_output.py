@@ -104,17 +104,3 @@ def test_text_is_printed_by_the_console_only() -> None:
 )
 def test_other_ways_are_found(source: str) -> None:
     assert faults(source)
-
-
-def test_every_loading_of_a_folder_says_whether_its_code_is_trusted() -> None:
-    """Without the argument transformers asks on the terminal."""
-    texts = {path: path.read_text(encoding="utf-8") for path in files()}
-    calls = [
-        (path.name, ast.unparse(node))
-        for path, text in texts.items()
-        if "from_pretrained" in text
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
-    ]
-    assert calls
-    assert [call for call in calls if "trust_remote_code=" not in call[1]] == []

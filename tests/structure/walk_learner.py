@@ -58,6 +58,7 @@ def start_learners(
     seed: int,
     run_dir: Path,
     reference: Path | None = None,
+    trust_remote_code: bool = False,
     placement: Any = None,
     runtime: Any = None,
 ) -> LocalRanks:

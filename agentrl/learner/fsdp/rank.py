@@ -66,6 +66,8 @@ class FsdpRank(BackendRank):
         load = load_critic if options.role == "critic" else load_policy
         self.model: PackedModel = load(self.model_folder, config, device, mesh)
         self.model.replays_routing = options.replays_routing
+        if self.model.images is not None:
+            self.model.images.trust_remote_code = options.trust_remote_code
         self._context = self.model.context
         self.merged = MergedWeights(self.model.hf, config.lora)
         self.adapters = {name: AdapterWeights(self, self.merged, name) for name in self.merged.exported}
@@ -77,7 +79,13 @@ class FsdpRank(BackendRank):
         self._active = next(iter(self.steps))
         if options.reference is not None:
             self.reference = load_reference(
-                options.reference, config, mesh, policy=self.model, policy_folder=self.model_folder, merged=self.merged
+                options.reference,
+                config,
+                mesh,
+                policy=self.model,
+                policy_folder=self.model_folder,
+                merged=self.merged,
+                trust_remote_code=options.trust_remote_code,
             )
         self.optimizers = self._make_optimizers()
         """By policy and number."""

@@ -29,6 +29,7 @@ def load_reference(
     policy: PackedModel,
     policy_folder: Path,
     merged: MergedWeights,
+    trust_remote_code: bool,
 ) -> Reference:
     """Return the reference policy in ``folder``. Collective.
 
@@ -39,15 +40,19 @@ def load_reference(
         policy: the model that is trained.
         policy_folder: folder of its initial weights, with LoRA those of the base model.
         merged: its weights.
+        trust_remote_code: see `RankOptions`.
 
     Raises:
         ConfigError: the reference reads other tokens than the policy.
         ModelError: the folder cannot be loaded.
     """
-    check_reference(policy_folder, folder)
+    check_reference(policy_folder, folder, trust_remote_code=trust_remote_code)
     if config.lora is not None and folder.samefile(policy_folder):
         return BaseReference(policy, merged.adapters)
-    return LoadedReference(load_frozen(folder, config, policy.hf.device, mesh, KEY, policy.context), merged)
+    model = load_frozen(folder, config, policy.hf.device, mesh, KEY, policy.context)
+    if model.images is not None:
+        model.images.trust_remote_code = trust_remote_code
+    return LoadedReference(model, merged)
 
 
 class LoadedReference:

@@ -280,14 +280,20 @@ def load_trained(
 
 
 def load_reference(
-    folder: Path, config: LearnerConfig, options: Mapping[str, Any], device: torch.device, policy: Path
+    folder: Path,
+    config: LearnerConfig,
+    options: Mapping[str, Any],
+    device: torch.device,
+    policy: Path,
+    *,
+    trust_remote_code: bool,
 ) -> LoadedModel:
     """Load the reference policy; see `load_trained`.
 
     Raises:
         ConfigError: its vocabulary is not the policy's.
     """
-    check_reference(policy, folder)
+    check_reference(policy, folder, trust_remote_code=trust_remote_code)
     model, weights = _load(folder, config, options, device, REFERENCE_KEY)
     for chunk in model.chunks:
         chunk.requires_grad_(False)

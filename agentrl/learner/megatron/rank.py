@@ -78,7 +78,13 @@ class MegatronRank(BackendRank):
             self.trained.pipeline.replays_routing = options.replays_routing
             self.reference_changed = False
             if options.reference is not None:
-                self.reference = load_reference(options.reference, config, megatron, device, self.model_folder)
+                trusted = options.trust_remote_code
+                self.reference = load_reference(
+                    options.reference, config, megatron, device, self.model_folder, trust_remote_code=trusted
+                )
+            for loaded in (self.trained, self.reference):
+                if loaded is not None and loaded.model.images is not None:
+                    loaded.model.images.inputs.trust_remote_code = options.trust_remote_code
         self.data_parallel_rank = parallel_state.get_data_parallel_rank()
         self._groups = GatherGroups.model_parallel()
         self._data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -105,6 +105,18 @@ def test_a_frozen_tower_stays_equal_and_weights_have_the_names_of_the_folder(fam
     assert any(not torch.equal(before[name], after[name]) for name in before.keys() - tower)
 
 
+def test_a_rank_runs_the_code_of_image_processors_only_if_it_is_trusted(opened):
+    path = folder("qwen2.5-vl")
+    group = opened.open(folder=path)
+    assert not group.rank.model.images.trust_remote_code
+    trusting = FsdpRank(
+        RankOptions(path, group.rank.config, make_algo(), torch.device("cpu"), 0, path, trust_remote_code=True)
+    )
+    with trusting.reference.model() as reference:
+        assert trusting.model.images.trust_remote_code
+        assert reference.images.trust_remote_code
+
+
 Cases = dict[str, tuple[str, dict[str, object], list[GlobalBatch]]]
 """By name: family, options of the learner, and the batches of its steps."""
 

@@ -5,6 +5,7 @@ import base64
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import transformers.dynamic_module_utils
 
 import agentrl
-from agentrl.core.errors import ModelError
+from agentrl.core.errors import ConfigError, ModelError
 from agentrl.models.load import load_tokenizer
+from agentrl.models.reference_policy import CRITIC_KEY, check_reference
 from agentrl.render.registry import make_renderer
 
 CODE = '''
@@ -108,18 +110,32 @@ def test_code_that_is_trusted_runs_with_a_warning_and_contents_stay_text(folder,
     assert renderer.parse((*renderer.encode("yes"), renderer.end_token_id)).content == "yes"
 
 
+def test_tokens_of_models_with_code_are_compared_if_it_is_trusted(folder, tmp_path):
+    (folder / "config.json").write_text('{"vocab_size": 300}')
+    same, other = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("same", "other"))
+    code = CODE.replace('"[EOS]": 258', '"[END]": 258')
+    (other / "tokenization_letters.py").write_text(code)
+    check_reference(folder, same, trust_remote_code=True)
+    with pytest.raises(ConfigError, match=r"algo\.critic\.path=\S+other: .*not the policy's .* from id 258 on"):
+        check_reference(folder, other, CRITIC_KEY, trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"contains custom code.*set model\.trust_remote_code=true"):
+        check_reference(folder, same, trust_remote_code=False)
+
+
+LOADERS = {"from_pretrained", "load_tokenizer", "load_renderer", "load_image_processor", "image_processor_loader"}
+
+
 def test_nothing_is_loaded_without_saying_whether_code_may_run():
-    """`transformers` asks on the terminal otherwise."""
+    """`transformers` asks on the terminal otherwise, and a folder with code is refused although it is trusted."""
     root = Path(agentrl.__file__).parent.parent
     silent = [
         f"{path.relative_to(root)}:{node.lineno}"
         for package in ("agentrl", "tools", "envs", "tasks")
         for path in sorted((root / package).rglob("*.py"))
-        if "from_pretrained" in (text := path.read_text(encoding="utf-8"))
+        if any(name in (text := path.read_text(encoding="utf-8")) for name in LOADERS)
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "from_pretrained"
+        and ast.unparse(node.func).rpartition(".")[2] in LOADERS
         and all(keyword.arg != "trust_remote_code" for keyword in node.keywords)
     ]
     assert silent == []

@@ -70,30 +70,30 @@ def test_what_is_set_is_left_alone():
 
 def test_a_vocabulary_may_be_larger_than_the_tokenizer_and_not_smaller(tmp_path):
     policy = folder(tmp_path / "policy", ["a", "b", "c"], 8)
-    check_reference(policy, folder(tmp_path / "padded", ["a", "b", "c"], 3))
-    check_reference(policy, folder(tmp_path / "wide", ["a", "b", "c"], 64))
-    check_reference(policy, folder(tmp_path / "silent", [], 3))
+    check_reference(policy, folder(tmp_path / "padded", ["a", "b", "c"], 3), trust_remote_code=False)
+    check_reference(policy, folder(tmp_path / "wide", ["a", "b", "c"], 64), trust_remote_code=False)
+    check_reference(policy, folder(tmp_path / "silent", [], 3), trust_remote_code=False)
     with pytest.raises(
         ConfigError, match=r"algo\.reference=\S+small: its vocabulary has 2 tokens, the tokenizer of \S+ has 3;"
     ):
-        check_reference(policy, folder(tmp_path / "small", ["a", "b"], 2))
+        check_reference(policy, folder(tmp_path / "small", ["a", "b"], 2), trust_remote_code=False)
 
 
 def test_another_tokenizer_is_refused_although_the_sizes_agree(tmp_path):
     policy = folder(tmp_path / "policy", ["a", "b", "c"], 8)
     with pytest.raises(ConfigError, match=r"\(3 tokens\) is not the policy's \(3 tokens.*from id 1 on"):
-        check_reference(policy, folder(tmp_path / "odd", ["a", "x", "c"], 8))
+        check_reference(policy, folder(tmp_path / "odd", ["a", "x", "c"], 8), trust_remote_code=False)
     with pytest.raises(ConfigError, match=r"\(4 tokens\) is not the policy's \(3 tokens.*from id 3 on, at 'd'"):
-        check_reference(policy, folder(tmp_path / "more", ["a", "b", "c", "d"], 8))
+        check_reference(policy, folder(tmp_path / "more", ["a", "b", "c", "d"], 8), trust_remote_code=False)
 
 
 def test_a_configuration_without_a_vocabulary_is_an_error(tmp_path):
     policy, odd = folder(tmp_path / "policy", ["a"], 8), folder(tmp_path / "odd", ["a"], 8)
     (odd / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"odd/config\.json: vocab_size=None is not a number"):
-        check_reference(policy, odd)
+        check_reference(policy, odd, trust_remote_code=False)
     (odd / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 8}}))
-    check_reference(policy, odd)
+    check_reference(policy, odd, trust_remote_code=False)
 
 
 def test_a_critic_that_reads_images_is_refused(tmp_path: Path) -> None:
