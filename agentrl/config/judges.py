@@ -13,7 +13,8 @@ from agentrl.config.schema import Config
 def named_judges(config: Config) -> Iterator[tuple[str, JudgeConfig]]:
     """Yield all judges of all sources, each with the key of its section."""
     for source_name, source in config.by_source().items():
-        prefix = f"sources.{source_name}." if source_name else ""
+        is_own = source_name and config.sources[source_name].has_own_reward
+        prefix = f"sources.{source_name}." if is_own else ""
         for name, term in source.reward.by_name.items():
             if term.judge is not None:
                 yield f"{prefix}{source.reward.section_key(name)}.judge", term.judge

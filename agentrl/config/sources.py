@@ -62,16 +62,17 @@ class SourceConfig(Section):
     algo: SourceAlgo = Field(default_factory=SourceAlgo)
     """The algorithm: ``advantage``, ``loss`` and ``overlong`` of ``algo``."""
 
+    @property
+    def has_own_reward(self) -> bool:
+        """Whether it has another reward than the run."""
+        return not {"function", "functions"}.isdisjoint(self.reward.model_fields_set)
+
     def set_keys(self) -> Tree:
         """Return the sections with the keys that this source sets."""
         tree = self.model_dump(exclude_unset=True, exclude={"weight"})
         if "rollout" in tree:  # null is no limit, but it is a loop
             tree["rollout"] = {k: v for k, v in tree["rollout"].items() if v is not None or k == "generate"}
         return tree
-
-
-_OTHER_REWARD = {"function", "functions"}
-"""Keys of ``reward`` with which a source has another reward than the run."""
 
 
 def put_source_on(run: Tree, source: SourceConfig) -> Tree:
@@ -90,8 +91,10 @@ def put_source_on(run: Tree, source: SourceConfig) -> Tree:
         tree["tasks"] = {**tree["tasks"], "name": None, "options": {}}
     if "reward" in source_tree and source_tree["reward"].get("function", "") is None:
         tree["reward"] = {}
-    elif replaced := _OTHER_REWARD & {*source_tree.get("reward", {})}:
-        dropped = {"functions", "remote", "judge"} | ({"function", "key"} if "functions" in replaced else set())
+    elif source.has_own_reward:
+        dropped = {"functions", "remote", "judge"} | (
+            {"function", "key"} if "functions" in source_tree["reward"] else set()
+        )
         tree["reward"] = {key: value for key, value in tree["reward"].items() if key not in dropped}
     return overlay(tree, source_tree)
 

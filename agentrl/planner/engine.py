@@ -126,6 +126,11 @@ class EngineWeights:
         return size * (self.numbers - self.float8_numbers) + self.float8_numbers + 4 * self.scales
 
 
+def sets_tensor(sampler: SamplerConfig) -> bool:
+    """Return whether the GPUs of an engine are configured, so that a plan keeps them."""
+    return any(sampler.sglang_option(name) is not None for name in _TENSOR_NAMES)
+
+
 def plan_engines(
     hf: Any,
     model_weights: EngineWeights,
@@ -154,7 +159,7 @@ def plan_engines(
     fraction = fraction_setting or _FRACTION.get(mode, _FRACTION["disaggregate"])
     heads = hf.get_text_config().num_attention_heads
     sizes = [size for size in (1, 2, 4, 8) if gpus % size == 0 and heads % size == 0]
-    if any(sampler.sglang_option(name) is not None for name in _TENSOR_NAMES):
+    if sets_tensor(sampler):
         sizes = [sampler.tensor_ranks]
     has_fitting_size = False
     for tensor in sizes:

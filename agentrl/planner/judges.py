@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from agentrl.config.judges import judge_configs, judge_keys, judge_sampler
+from agentrl.config.merging import Tree
 from agentrl.config.rewards import JudgeConfig
 from agentrl.config.schema import Config
 from agentrl.models.shipped_architectures import find_architecture, meta_model
-from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, plan_engines
+from agentrl.planner.engine import GIB, MACHINE, EnginePlan, EngineWeights, plan_engines, sets_tensor
 
 RESTING_BYTES = int(1.5 * GIB)
 """What the process of an engine keeps of a GPU after it has released its memory: its CUDA context, and CUDA graphs."""
@@ -28,13 +29,23 @@ class JudgePlan:
     engines: EnginePlan
     row_tokens: int
     """Tokens of the longest answer with its judgement."""
-    sets_tensor: bool
+    is_chosen: bool
     """Whether the plan has chosen the GPUs of an engine, and not the configuration."""
 
     @property
     def gpus(self) -> int:
         """GPUs of all of its engines."""
         return self.engines.engines * self.engines.tensor
+
+    @property
+    def settings(self) -> Tree:
+        """Keys of the judge; without them its engines have the ``tp_size`` that the plan chooses for the policy's."""
+        if not self.is_chosen:
+            return {}
+        settings: Tree = {"sglang": {"tp_size": self.engines.tensor}}
+        for name in reversed(self.key.split(".")):
+            settings = {name: settings}
+        return settings
 
     def fault(self, shared_gpus: int) -> str:
         """Return why it does not fit, if the policy's engines have so many GPUs; empty if it does."""
@@ -98,5 +109,5 @@ def _plan_judges(
                 row_tokens=row_tokens,
             )
         )
-        sets_tensor = sampler.tensor_ranks != engines.tensor
-        yield JudgePlan(keys[model], model, is_shared, replace(engines, engines=judge.engines), row_tokens, sets_tensor)
+        is_chosen = not sets_tensor(sampler)
+        yield JudgePlan(keys[model], model, is_shared, replace(engines, engines=judge.engines), row_tokens, is_chosen)

@@ -206,6 +206,8 @@ def _option(
         settings = merge(settings, {"placement": {"mode": mode}, "weights": {"transport": "distributed"}})
     for group in groups:
         settings = merge(settings, {"sampler": {"groups": group.settings}})
+    for judge in judges:
+        settings = merge(settings, judge.settings)
     rules = [transport_faults] if engines is not None else []
     checked = load_layers([Layer("plan", settings), *request.layers], rules)
     if engines is not None:
@@ -380,10 +382,7 @@ def _option_lines(option: Option, plan: Plan, configured: Tree) -> Iterator[str]
         yield f"  {'main memory':<12}{count * offloaded / GIB:,.0f} GiB a machine, while engines sample"
     if copies:
         yield f"  {'main memory':<12}{copies / GIB:,.0f} GiB on all machines, for weights that engines have released"
-    judge_settings = [
-        f"{judge.key}.sglang.tp_size={judge.engines.tensor}" for judge in option.judges if judge.sets_tensor
-    ]
-    if keys := " ".join([*_keys(option.settings or {}, configured), *judge_settings]):
+    if keys := " ".join(_keys(option.settings or {}, configured)):
         yield f"  {'set':<12}{keys}"
 
 

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from agentrl.cli.main import main
+from agentrl.config.judges import judge_configs, judge_sampler
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError
@@ -228,6 +229,25 @@ def test_engines_of_a_judge_on_gpus_of_their_own() -> None:
     assert not option.faults
     with pytest.raises(ConfigError, match=r"judges have \d+ GPUs of --gpus 8, and none is left"):
         with_judge(gpus="own", engines=8)
+
+
+def test_engines_of_a_small_judge_do_not_get_the_gpus_of_an_engine_of_the_policy() -> None:
+    judge = {"model": "Qwen/Qwen3-0.6B", "max_new_tokens": 512}
+    run = {"rollout": {"max_tokens": 32768}, "learner": {"backend": "megatron"}, "placement": {"mode": "colocate"}}
+    for sources in ({}, {"sources": {"a": {}, "b": {}}}):
+        reward = {"reward": {"function": "judge", "judge": judge}}
+        layer = Layer("test", {"model": {"path": "Qwen/Qwen3-32B"}, **run, **reward, **sources})
+        [option] = make_plan([layer], Gpus.parse(8, "h200")).options
+        assert option.engines is not None
+        assert option.engines.tensor > 1
+        config = load_layers([BASE, layer, Layer("plan", option.settings or {})])
+        [judge_config] = judge_configs(config).values()
+        assert judge_config.max_new_tokens == 512
+        assert judge_sampler(config, judge_config).tensor_ranks == option.judges[0].engines.tensor == 1
+    for size in ({"tp": 2}, {"tensor-parallel-size": 2}):
+        option = only(with_judge(sglang=size), "colocate", "fsdp")
+        assert "reward" not in (option.settings or {})
+        assert option.judges[0].engines.tensor == 2
 
 
 def test_a_running_engine_is_not_planned() -> None:
