@@ -29,7 +29,7 @@ class ModelConfig(Section):
     """A configuration of ``agentrl sft``, a file or the name of a shipped one: ``agentrl train`` first fine-tunes the model
     with it, in ``warm_start/`` of the run's folder, and then trains the result. Done once; a resumed run starts from it. Ray, the
     learner's processes, tool servers and engines start meanwhile, unless the warm start and engines with
-    ``sampler.sglang.mem_fraction_static`` of a GPU that both use need more than nine tenths of it."""
+    ``sampler.sglang.mem_fraction_static`` of a GPU that both use need more than 0.95 of it."""
     warm_start_options: dict[str, Any] = Field(default_factory=dict)
     """Merged over that configuration, such as ``{sft: {minutes: 1}}``. Model, chat format and folders are the run's."""
 

@@ -148,7 +148,12 @@ def memory_limit(config: Config, gpu_bytes: int) -> tuple[float, str]:
     share = config.sampler.memory_share
     if share is None or not _engine_is_on_the_only_gpu(config):
         return FITS * gpu_bytes, ""
-    return (FITS - share) * gpu_bytes, f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
+    return limit_beside_engine(share, gpu_bytes), f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
+
+
+def limit_beside_engine(share: float, gpu_bytes: int) -> float:
+    """Return the bytes of a GPU that a rank may need while an engine keeps its ``mem_fraction_static``."""
+    return (FITS - share) * gpu_bytes
 
 
 def _engine_is_on_the_only_gpu(config: Config) -> bool:

@@ -35,7 +35,7 @@ from agentrl.models.sharded_weights import is_sharded
 from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
-from agentrl.planner.training_summary import FITS_SHARED, KEEPS_GRADIENTS, estimate_memory, fit_to_gpu
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, estimate_memory, fit_to_gpu, limit_beside_engine
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
@@ -154,7 +154,7 @@ class WarmStart:
         config = self.config.model_copy(update={"algo": AlgoConfig()})
         config, _ = fit_to_gpu(with_rates(config, self.base, None, "sft"), self.base)
         sft_bytes = estimate_memory(config, self.base)[0].total
-        if sft_bytes + share * gpu <= FITS_SHARED * gpu:
+        if sft_bytes <= limit_beside_engine(share, gpu):
             return ""
         return (
             f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and they take "

@@ -116,10 +116,11 @@ COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
         (["sampler.url=http://127.0.0.1:1"], 0, ""),
         (["learner.lora={}", "weights.adapters=only"], 0, "they keep the weights that they load"),
         ([*COLOCATED, "sampler.sglang={mem_fraction_static: 0.3}"], 1, ""),
+        ([*COLOCATED, "sampler.sglang={mem_fraction_static: 0.9}"], 1, ""),
         (
-            [*COLOCATED, "sampler.sglang={mem-fraction-static: 0.9}"],
+            [*COLOCATED, "sampler.sglang={mem-fraction-static: 0.95}"],
             1,
-            "GiB of the GPU's 80.0.*mem_fraction_static=0.9",
+            "GiB of the GPU's 80.0.*mem_fraction_static=0.95",
         ),
         (COLOCATED, 1, "mem_fraction_static is not set"),
         (SGLANG, 2, ""),
