@@ -214,11 +214,11 @@ def _decode(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.T
     return header, tensors["payload"]
 
 
-def _share_payload(named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[str, torch.Tensor]]:
-    """Return the entry of a rank of an engine with the payload that the engine's first tensor-parallel rank has received."""
+def _decode_shared(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor]:
+    """Return header and payload of a bucket, which the engine's first tensor-parallel rank broadcasts to the others."""
     header, payload = _decode(named)
     if not (dist.is_available() and dist.is_initialized() and header["bytes"]):
-        return named
+        return header, payload
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()
@@ -226,7 +226,7 @@ def _share_payload(named: Sequence[tuple[str, torch.Tensor]]) -> Sequence[tuple[
         if group.rank_in_group:
             payload = payload.new_empty(header["bytes"])
         dist.broadcast(payload, src=group.ranks[0], group=group.device_group)
-    return [("header", dict(named)["header"]), ("payload", payload)]
+    return header, payload
 
 
 class ReceivedWeights:
@@ -238,14 +238,19 @@ class ReceivedWeights:
     def receive(
         self, named: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[list[tuple[Part, torch.Tensor | None, torch.Tensor]], str]:
-        """Check a bucket that `serialize` made; return what `read` returns, and the name of the weights after it.
+        """Check a bucket that `serialize` made, in an engine with one rank; see `check`."""
+        return self.check(*_decode(named))
+
+    def check(
+        self, header: _Header, payload: torch.Tensor
+    ) -> tuple[list[tuple[Part, torch.Tensor | None, torch.Tensor]], str]:
+        """Check a bucket; return what `read` returns, and the name of the weights after it.
 
         Until it is applied nothing is held.
 
         Raises:
             WeightChangesError: it is damaged, or of other weights than are held.
         """
-        header, payload = _decode(named)
         if hashlib.sha256(payload.cpu().numpy().data).hexdigest() != header["sha256"]:
             raise WeightChangesError("the changes of weights are damaged: they have another SHA-256 sum than was sent")
         base = header["base"] if header["number"] == 0 else _partial(header["held"], header["number"])
@@ -276,7 +281,7 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     """
     received = getattr(model, _HELD, None) or ReceivedWeights()
     setattr(model, _HELD, received)
-    changes, new_name = received.receive(_share_payload(named_tensors))
+    changes, new_name = received.check(*_decode_shared(named_tensors))
     with _Masked(model.parameters()):
         model.load_weights((change[0].name, _fill_with_nan(*change)) for change in changes)
     broken = [_is_nan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
@@ -289,7 +294,7 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
 
 def load_bucket(model: _LoadsWeights, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load a bucket of whole weights into an SGLang model, as SGLang's ``flattened_bucket`` does: a custom weight loader."""
-    header, payload = _decode(_share_payload(named_tensors))
+    header, payload = _decode_shared(named_tensors)
     weights, at = [], 0
     for name, dtype_name, shape in header["weights"]:
         dtype: torch.dtype = getattr(torch, dtype_name)
