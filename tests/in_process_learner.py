@@ -10,6 +10,7 @@ from rich.console import Console
 
 from agentrl.cli.main import main as command_line
 from agentrl.cluster import run_cluster
+from agentrl.cluster.placement_group import ReservedPlacement
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.config.schema import Config
@@ -50,11 +51,10 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     trust_remote_code: bool = False,
-    placement: Any = None,
-    runtime: Any = None,
+    cluster: Any = None,
 ) -> InProcessLearner:
     """Make the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
-    assert placement is None, "a placement group is Ray's"
+    assert not isinstance(cluster, ReservedPlacement), "a placement group is Ray's"
     return InProcessLearner(model, learner, algo, seed=seed, reference=reference)
 
 

@@ -39,8 +39,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     trust_remote_code: bool = False,
-    placement: ReservedPlacement | None = None,
-    runtime: RayRuntime | None = None,
+    cluster: ReservedPlacement | RayRuntime | None = None,
 ) -> RayLearnerGroup:
     """Start the ranks, and Ray if none runs. Returns before the ranks have loaded the model: see `ready`.
 
@@ -52,8 +51,8 @@ def start_learners(
         run_dir: a failed rank's traceback is appended to ``learner.log`` there.
         reference: the folder of the frozen reference policy of the loss; see `resolve_reference`.
         trust_remote_code: see `RankOptions`.
-        placement: contains the ranks; it has started Ray, and is closed after them. None: anywhere on the cluster.
-        runtime: Ray, which is started here; it has CPUs for these ranks and those that start next. None: for these ranks.
+        cluster: a placement contains the ranks; it has started Ray, and is closed after them. A runtime is started here, and
+            ranks are anywhere in it; it has CPUs for these ranks and those that start next. None: one for these ranks.
 
     Raises:
         ConfigError: there is no such ``learner.device``, or the cluster is too small.
@@ -70,9 +69,9 @@ def start_learners(
         trust_remote_code=trust_remote_code,
     )
     log = run_dir / "learner.log"
-    if placement is not None:
-        return RayLearnerGroup(None, options, log, placement.rank_options, placement.number_ranks)
-    runtime = runtime or RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
+    if isinstance(cluster, ReservedPlacement):
+        return RayLearnerGroup(None, options, log, cluster.rank_options, cluster.number_ranks)
+    runtime = cluster or RayRuntime(cpus=learner.ranks, store_bytes=store_bytes(model_folder))
     with waiting("start", "of Ray"):
         runtime.start()
     try:

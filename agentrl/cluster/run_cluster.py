@@ -183,8 +183,8 @@ class RunCluster:
             run_dir=self.folder,
             reference=self._reference(),
             trust_remote_code=config.model.trust_remote_code,
-            placement=self._placement,
-            runtime=RayRuntime(
+            cluster=self._placement
+            or RayRuntime(
                 cpus=config.learner.ranks * (1 if critic is None else 2), store_bytes=store_bytes(self.shape)
             ),
         )

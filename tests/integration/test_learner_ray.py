@@ -62,7 +62,7 @@ def group(
 ) -> Iterator[RayLearnerGroup]:
     config = LearnerConfig(precision="float32", ranks=2, device="cpu", threads=1, optimizer=ADAMW, step_timeout_s=60)
     run = tmp_path_factory.mktemp("run")
-    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, runtime=RayRuntime(cpus=6))
+    group = start_learners(model, config, WITH_KL, seed=0, run_dir=run, reference=reference, cluster=RayRuntime(cpus=6))
     yield group
     group.close()
     group.close()

@@ -33,7 +33,7 @@ def group(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ray
         backend="megatron", precision="float32", ranks=4, device="cpu", threads=1, megatron=PP | EP, step_timeout_s=120
     )
     run = tmp_path_factory.mktemp("run")
-    group = start_learners(model, config, make_algo(), seed=0, run_dir=run, runtime=RayRuntime(cpus=6))
+    group = start_learners(model, config, make_algo(), seed=0, run_dir=run, cluster=RayRuntime(cpus=6))
     yield group
     group.close()
 

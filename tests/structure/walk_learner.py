@@ -59,8 +59,7 @@ def start_learners(
     run_dir: Path,
     reference: Path | None = None,
     trust_remote_code: bool = False,
-    placement: Any = None,
-    runtime: Any = None,
+    cluster: Any = None,
 ) -> LocalRanks:
     """Load the learner; takes the place of `agentrl.cluster.learner_group.start_learners`."""
     return LocalRanks(LocalLearnerGroup(model, learner, algo, seed=seed, reference=reference))
