@@ -167,10 +167,11 @@ class LearnerConfig(Section):
     """Trained tokens whose logits are held at the same time."""
     freeze: list[str] = Field(default_factory=list)
     """Shell patterns of weights that stay as they are, by Hugging Face name, such as ``*.embed_tokens.*``, or ``*visual.*`` for
-    the vision tower of Qwen and GLM. They have no gradient and no optimizer state. A critic is trained as a whole."""
+    the vision tower of Qwen and GLM. They have no gradient and no optimizer state. Of a critic only weights that read images
+    are frozen by it."""
     lora: LoraConfig | None = None
     """Train adapters only (needs the extra ``lora``). Engines, unless ``weights.adapters`` is ``only``, and exports get merged
-    weights. A critic is trained as a whole."""
+    weights. A critic is trained as a whole, but for its vision tower."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -184,6 +185,15 @@ class LearnerConfig(Section):
     """Seconds until the ranks must have loaded the model."""
     step_timeout_s: Seconds = 1800.0
     """Timeout of a call to the ranks, such as an optimizer step or a checkpoint, seconds."""
+
+    def for_critic(self, optimizer: OptimizerConfig) -> LearnerConfig:
+        """Return the settings of a critic's learner: without adapters, and `freeze` matches weights that read images.
+
+        Args:
+            optimizer: ``algo.critic.optimizer``.
+        """
+        freeze = self.freeze if self.lora is None else ["*"]  # adapters are of the text part alone
+        return self.model_copy(update={"optimizer": optimizer, "freeze": freeze, "lora": None})
 
     @model_validator(mode="after")
     def _adapters_alone(self) -> LearnerConfig:

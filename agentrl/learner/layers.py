@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from agentrl.config.learner import Recompute
 from agentrl.core.errors import ModelError
+from agentrl.models.load import value_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +52,19 @@ def vision_tower(hf: PreTrainedModel) -> PreTrainedModel | None:
     model: Any = hf
     tower: PreTrainedModel = model.get_encoder("image")
     return tower
+
+
+def image_weights(hf: PreTrainedModel) -> set[str]:
+    """Return the names of the weights with which a model of transformers reads images: those outside of text part and head.
+
+    They are those of the vision tower, and of what joins it to the text part; none of a model that reads no images.
+    """
+    if vision_tower(hf) is None:
+        return set()
+    model: Any = hf
+    head = model.get_output_embeddings()
+    of_text = {*model.get_decoder().parameters(), *(value_head(hf) if head is None else head).parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter not in of_text}
 
 
 def vision_blocks(hf: PreTrainedModel) -> list[nn.Module]:

@@ -41,7 +41,7 @@ def _config_of_role(options: RankOptions) -> LearnerConfig:
     """Return the configuration of a policy's or a critic's learner, without ``auto``."""
     config = options.config
     if options.role == "critic":
-        config = config.model_copy(update={"optimizer": options.algo.critic.optimizer, "freeze": [], "lora": None})
+        config = config.for_critic(options.algo.critic.optimizer)
     optimizer = resolve_optimizer(config.optimizer, options.folder, options.role, lora=config.lora is not None)
     return config.model_copy(update={"optimizer": optimizer})
 

@@ -24,7 +24,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     """
     frozen: set[str] = set()
     for pattern in patterns:
-        matching = {name for name in names if fnmatchcase(name, pattern)}
+        matching = matching_names(names, [pattern])
         if not matching:
             sorted_names = sorted(names)
             examples = ", ".join(sorted_names[:: max(1, len(sorted_names) // 3)][:4])
@@ -33,6 +33,11 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     if len(frozen) == len(names):
         raise ConfigError(f"{KEY}={list(patterns)} freezes all weights, so nothing is trained; leave one of them out")
     return frozen
+
+
+def matching_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names of weights that a shell pattern matches; see `frozen_names`."""
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
 
 def count_trained(folder: Path, patterns: Sequence[str]) -> tuple[int, int]:

@@ -273,10 +273,11 @@ def load_value_model(
 ) -> PreTrainedModel:
     """Return the model in ``folder`` with a value head (see `value_head`) in place of its language head.
 
-    It is a token classifier of transformers with one label. A folder without such a head gets one of zeros.
+    It is a token classifier of transformers with one label, or a vision-language model, of which transformers has no token
+    classifiers. A folder without such a head gets one of zeros.
 
     Args:
-        folder: a Hugging Face folder of a causal language model, or of what this function returned.
+        folder: a Hugging Face folder of a language model, or of what this function returned.
         dtype: as in `load_model`.
         attn_implementation: as in `load_model`.
         key: configuration key of the folder, for messages.
@@ -287,10 +288,17 @@ def load_value_model(
     import torch
 
     model, missing_keys = _load(folder, dtype, attn_implementation, key, values=True)
+    language_head = replace_language_head(model)
+    if language_head:
+        missing_keys = missing_keys - language_head | value_head_names(model)
     _check_missing(missing_keys - value_head_names(model), folder, key)
     if missing_keys:
-        for parameter in value_head(model).parameters():
-            torch.nn.init.zeros_(parameter)
+        files = WeightFiles(folder, key)
+        stored_names = files.shapes().keys() if language_head else set()
+        with torch.no_grad():
+            for name in value_head_names(model):
+                weight = model.get_parameter(name)
+                weight.copy_(files.read(name, ())) if name in stored_names else weight.zero_()
     return model
 
 
@@ -325,15 +333,10 @@ def empty_model(
     Raises:
         ModelError: as in `load_model` or `load_value_model`.
     """
-    import torch
-
     try:
         config = model_config(folder, values=values)
-        kind = auto_class(config, values=values)
         with parameters_on_meta():
-            model: PreTrainedModel = kind.from_config(
-                config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
-            )
+            model = new_model(config, values=values, attn_implementation=attn_implementation)
     except Exception as error:  # transformers raises errors of many kinds
         raise _not_loaded(error, folder, key) from error
     return model
@@ -385,20 +388,54 @@ def model_config(folder: Path, *, values: bool = False) -> PreTrainedConfig:
     return config
 
 
-def auto_class(config: PreTrainedConfig, *, values: bool = False) -> Any:
-    """Return the class of transformers that makes a model of a configuration.
+def new_model(config: PreTrainedConfig, *, values: bool = False, **options: Any) -> PreTrainedModel:
+    """Return a float32 model of a configuration, with new weights.
 
     Args:
         config: of the model.
         values: with a value head in place of the language head.
+        **options: arguments of ``from_config`` of transformers.
+    """
+    import torch
+
+    model: PreTrainedModel = _auto_class(config, values=values).from_config(
+        config, dtype=torch.float32, trust_remote_code=False, **options
+    )
+    if values:
+        replace_language_head(model)
+    return model
+
+
+def _auto_class(config: PreTrainedConfig, *, values: bool) -> Any:
+    """Return the class of transformers that makes a model of a configuration.
+
+    Args:
+        config: of the model.
+        values: as a token classifier, unless transformers has none as the model reads images.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
-    if values:
-        return AutoModelForTokenClassification
     image_models: Any = AutoModelForImageTextToText._model_mapping
-    reads_images = hasattr(config, "vision_config") and type(config) in image_models
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    if hasattr(config, "vision_config") and type(config) in image_models:
+        return AutoModelForImageTextToText
+    return AutoModelForTokenClassification if values else AutoModelForCausalLM
+
+
+def replace_language_head(model: Any) -> set[str]:
+    """Give a vision-language model a value head in place of its language head, and return the names of that one's weights.
+
+    A token classifier, which has no language head, stays as it is.
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    if head is None:
+        return set()
+    [name] = [name for name, module in model.named_children() if module is head]
+    names = {f"{name}.{weight}" for weight, _ in head.named_parameters()}
+    delattr(model, name)
+    model.score = torch.nn.Linear(head.in_features, 1, dtype=head.weight.dtype)
+    return names
 
 
 def value_head_names(model: Any) -> set[str]:
@@ -422,7 +459,7 @@ def _load(
     options = {"dtype": as_dtype(dtype), "attn_implementation": attn_implementation, "output_loading_info": True}
     try:
         config = model_config(folder, values=values)
-        kind = auto_class(config, values=values)
+        kind = _auto_class(config, values=values)
         if is_quantized(folder):
             # transformers would read the weights with the kernels of a GPU.
             files = WeightFiles(folder, key)

@@ -9,7 +9,6 @@ from agentrl.config.algo import AlgoConfig
 from agentrl.config.schema import Config
 from agentrl.config.tasks import INITIAL
 from agentrl.core.errors import ConfigError
-from agentrl.models.image_positions import read_image_positions
 from agentrl.models.load import has_tokenizer, load_tokenizer, read_vocab_size
 from agentrl.models.resolve import resolve_model
 
@@ -155,17 +154,10 @@ def resolve_critic(algo: AlgoConfig, policy: Path, *, fetch: bool = True) -> Pat
         fetch: whether a model may be downloaded.
 
     Raises:
-        ConfigError: the model reads images: there are no critics of such models.
         MissingError: ``fetch`` is False and the model would have to be downloaded.
         ModelError: the model does not exist; the message names ``algo.critic.path``.
     """
     if not needs_critic(algo):
         return None
     path = algo.critic.path
-    folder = policy if path is None else resolve_model(path, CRITIC_KEY, fetch=fetch)
-    if (folder / "config.json").is_file() and read_image_positions(folder, CRITIC_KEY) is not None:
-        raise ConfigError(
-            f"{CRITIC_KEY}={folder} reads images, and there are no critics of such models; set algo.advantage.name to an "
-            "estimator without a critic"
-        )
-    return folder
+    return policy if path is None else resolve_model(path, CRITIC_KEY, fetch=fetch)

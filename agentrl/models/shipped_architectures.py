@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.core.errors import MissingError, ModelError
-from agentrl.models.load import auto_class, model_config, parameters_on_meta
+from agentrl.models.load import model_config, new_model, parameters_on_meta
 from agentrl.models.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -66,9 +66,8 @@ def meta_model(folder: Path, key: str = "model.path", *, values: bool = False) -
 
     try:
         config = model_config(folder, values=values)
-        kind = auto_class(config, values=values)
         with torch.device("meta"), parameters_on_meta():
-            model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = new_model(config, values=values)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelError(f"{key}={folder}: no model of this architecture can be built: {error}") from error
     return model

@@ -208,7 +208,8 @@ def _megatron_layouts(request: Request) -> Iterator[Candidate]:
             memory = megatron_memory(family, hf, options, layout_work)
             critic = None
             if request.models.critic is not None:
-                critic_work = replace(layout_work, reference=False, values=True, freeze=())
+                freeze = tuple(learner.for_critic(config.algo.critic.optimizer).freeze)
+                critic_work = replace(layout_work, reference=False, values=True, freeze=freeze)
                 critic = megatron_memory(*read_family(request.models.critic, CRITIC_KEY), options, critic_work)
         except ConfigError as error:
             last_error = error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.config.learner import LearnerConfig, OptimizerState, Recompute
 from agentrl.config.schema import Config
 from agentrl.core.kernel_cache import kernel_folder
-from agentrl.models.freezing import count_trained, frozen_names
+from agentrl.models.freezing import count_trained, frozen_names, matching_names
 from agentrl.models.learning_rates import Use, count_weights, describe_optimizer
 from agentrl.models.load import empty_model
 from agentrl.models.reference_policy import CRITIC_KEY, resolve_critic
@@ -285,11 +285,11 @@ def critic_estimator(config: Config, folder: Path) -> Callable[[Config, MemoryOp
         ConfigError: see `estimate_memory`.
         ModelError: see `estimate_memory`.
     """
-    memory = _ESTIMATORS[config.learner.backend](config.learner, folder, values=True)
+    learner = config.learner.for_critic(config.algo.critic.optimizer)
+    memory = _ESTIMATORS[config.learner.backend](learner, folder, values=True)
 
     def estimate(config: Config, options: MemoryOptions) -> LearnerMemory:
-        update: dict[str, Any] = {"lora": None, "freeze": [], "optimizer": config.algo.critic.optimizer}
-        return memory(config.learner.model_copy(update=update), replace(options, reference=False))
+        return memory(config.learner.for_critic(config.algo.critic.optimizer), replace(options, reference=False))
 
     return estimate
 
@@ -300,7 +300,7 @@ _Estimator = Callable[["LearnerConfig", "MemoryOptions"], "LearnerMemory"]
 def _fsdp_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:
     from agentrl.learner.fsdp.memory import FsdpMemory
 
-    return FsdpMemory(meta_model(folder, CRITIC_KEY, values=True) if values else trained_model(learner, folder))
+    return FsdpMemory(trained_critic(learner, folder) if values else trained_model(learner, folder))
 
 
 def _megatron_estimator(learner: LearnerConfig, folder: Path, *, values: bool) -> _Estimator:
@@ -340,6 +340,17 @@ def trained_model(learner: LearnerConfig, folder: Path) -> Any:
     hf = meta_model(folder)
     weights = dict(hf.named_parameters())
     for name in weights if learner.lora is not None else frozen_names(weights.keys(), learner.freeze):
+        weights[name].requires_grad_(False)
+    return hf
+
+
+def trained_critic(learner: LearnerConfig, folder: Path) -> Any:
+    """Return the critic in ``folder`` on ``meta``, with settings of `LearnerConfig.for_critic`; see `trained_model`."""
+    from agentrl.learner.layers import image_weights
+
+    hf = meta_model(folder, CRITIC_KEY, values=True)
+    weights = dict(hf.named_parameters())
+    for name in matching_names(image_weights(hf), learner.freeze):
         weights[name].requires_grad_(False)
     return hf
 

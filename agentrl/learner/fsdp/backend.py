@@ -7,13 +7,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from agentrl.algo.registry import needs_critic
 from agentrl.batch.packing import MULTIPLE
 from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import EXPERT_PARALLEL
 from agentrl.core.errors import ConfigError
 from agentrl.learner.base import LearnerBackend, RankClass
-from agentrl.models.image_positions import read_image_positions
 from agentrl.models.load import ROPE_BY_LENGTH, read_experts, read_heads, read_rope_types
 
 KEY = "learner.context_parallel"
@@ -41,7 +39,6 @@ class FsdpBackend(LearnerBackend):
                     f"{key}={divisor} does not divide learner.ranks={self.config.ranks}: set learner.ranks to a multiple of "
                     f"{divisor}"
                 )
-        self._check_critic(algo, models)
         self._check_experts(models)
         size = self.config.context_parallel
         if size == 1:
@@ -58,14 +55,6 @@ class FsdpBackend(LearnerBackend):
             )
         for folder in models:
             _check_attention(folder, size)
-
-    def _check_critic(self, algo: AlgoConfig, models: Sequence[Path]) -> None:
-        for folder in models if needs_critic(algo) else ():
-            if read_image_positions(folder) is not None:
-                raise ConfigError(
-                    f"algo.advantage.name={algo.advantage.name} needs a critic, and the model in {folder} reads images, of which "
-                    "learner.backend=fsdp has no critics; set another algo.advantage.name"
-                )
 
     def _check_experts(self, models: Sequence[Path]) -> None:
         size, copy_ranks = self.config.expert_parallel, self.config.ranks // self.config.replicas

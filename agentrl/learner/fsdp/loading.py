@@ -34,9 +34,9 @@ from agentrl.learner.fsdp.model import PackedModel, PolicyModel, ValueModel
 from agentrl.learner.fsdp.sharding import RankMesh, reshard, shard
 from agentrl.learner.fsdp.weights import allocate, fill, untie_different
 from agentrl.learner.images import image_inputs
-from agentrl.learner.layers import decoder_layers, prepare_layers, vision_blocks, vision_tower
+from agentrl.learner.layers import decoder_layers, image_weights, prepare_layers, vision_blocks, vision_tower
 from agentrl.models.batch_invariant import make_batch_invariant
-from agentrl.models.freezing import frozen_names
+from agentrl.models.freezing import frozen_names, matching_names
 from agentrl.models.load import empty_model
 from agentrl.models.weight_files import WeightFiles
 
@@ -150,7 +150,11 @@ def _fill(
     if config.lora is not None:
         add_adapters(model.hf, config.lora)
     parameters = dict(model.hf.named_parameters())
-    for name in frozen_names(parameters, config.freeze):
+    of_critic = isinstance(model, ValueModel)
+    frozen = (
+        matching_names(image_weights(model.hf), config.freeze) if of_critic else frozen_names(parameters, config.freeze)
+    )
+    for name in frozen:
         parameters[name].requires_grad_(False)
     use_grouped_products(model.hf)
     _name_windows(model.hf)
@@ -183,7 +187,7 @@ def _fill(
     allocate(model, device)
     if config.lora is not None:
         fill_adapters(model.hf, config.lora, seed=0)
-    fill(model.hf, folder, files, values=isinstance(model, ValueModel), key=key)
+    fill(model.hf, folder, files, values=of_critic, key=key)
 
 
 def _name_windows(hf: PreTrainedModel) -> None:

@@ -121,7 +121,7 @@ class MegatronBackend(LearnerBackend):
         for folder in models:
             family, hf = read_family(folder, "model.path")
             if family.reads_images:
-                _check_images(config.megatron, algo, layer_features(family), f"model.path={folder}")
+                _check_images(config.megatron, layer_features(family), f"model.path={folder}")
                 _check_first_stage(config.megatron, layout, layer_features(family), hf.num_hidden_layers)
             layout.check(family.options(hf) | {"vocab_size": hf.vocab_size}, config.megatron, config.ranks)
         _check_lengths(layout, bool(config.megatron.get("sequence_parallel")))
@@ -141,17 +141,12 @@ class MegatronBackend(LearnerBackend):
         return MegatronRank
 
 
-def _check_images(options: Mapping[str, object], algo: AlgoConfig, layer_features: int, setting: str) -> None:
+def _check_images(options: Mapping[str, object], layer_features: int, setting: str) -> None:
     """Refuse what is not supported of a model that reads images.
 
     Raises:
-        ConfigError: the algorithm has a critic, or an option is not supported.
+        ConfigError: an option is not supported.
     """
-    if needs_critic(algo):
-        raise ConfigError(
-            f"algo.advantage.name={algo.advantage.name} needs a critic, and {setting} reads images, of which {_KEY} has no "
-            "critics; set another algo.advantage.name"
-        )
     reasons = {
         "virtual_pipeline_model_parallel_size": (
             (Layout.from_options(options).chunks > 1),

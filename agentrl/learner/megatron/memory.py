@@ -19,7 +19,7 @@ from agentrl.learner.layers import vision_tower
 from agentrl.learner.megatron.families.base import Family, Options, Weight, model_weights
 from agentrl.learner.megatron.layout import RECOMPUTE, Layout
 from agentrl.learner.memory import LearnerMemory, MemoryOptions
-from agentrl.models.freezing import frozen_names
+from agentrl.models.freezing import frozen_names, matching_names
 
 _FLOAT32 = 4
 _LOGITS = 2
@@ -158,9 +158,8 @@ def _tower(family: Family, work: MegatronWork) -> tuple[int, int]:
         model = auto.from_config(family.whole)
     weights, tower = dict(model.named_parameters()), vision_tower(model)
     assert tower is not None, "its family reads images"
-    if work.freeze:
-        for name in frozen_names(weights, work.freeze):
-            weights[name].requires_grad_(False)
+    for name in (matching_names if work.values else frozen_names)(weights, work.freeze):
+        weights[name].requires_grad_(False)
     options = MemoryOptions(work.ranks, work.tokens, work.bfloat16, recompute="none", compiled=False)
     activations, _ = tower_bytes(model, options)
     return sum(parameter.numel() for parameter in tower.parameters()), activations

@@ -37,7 +37,7 @@ from agentrl.learner.megatron.weights import ModelWeights, load_weights
 from agentrl.learner.optimizer_states import OptimizerStates
 from agentrl.learner.rank import learning_rate
 from agentrl.models.freezing import KEY as FREEZE_KEY
-from agentrl.models.freezing import frozen_names
+from agentrl.models.freezing import frozen_names, matching_names
 from agentrl.models.reference_policy import CRITIC_KEY, check_reference
 from agentrl.models.reference_policy import KEY as REFERENCE_KEY
 
@@ -321,7 +321,7 @@ def _load(
 
 
 def _freeze(weights: ModelWeights, config: LearnerConfig) -> None:
-    """Mark the weights of `LearnerConfig.freeze`.
+    """Mark the weights of `LearnerConfig.freeze`, of a critic those that read images.
 
     Raises:
         ConfigError: a pattern matches only some of the weights that Megatron-Core has in one parameter.
@@ -332,7 +332,11 @@ def _freeze(weights: ModelWeights, config: LearnerConfig) -> None:
     module_names = {
         spec.name: spec.name if images is None else images.module_name(spec.name) for spec in weights.specs()
     }
-    frozen_modules = frozen_names(module_names.values(), config.freeze)
+    if weights.model.values:
+        image_weights = [] if images is None else [name for name, _ in images.hf.named_parameters()]
+        frozen_modules = matching_names(image_weights, config.freeze)
+    else:
+        frozen_modules = frozen_names(module_names.values(), config.freeze)
     frozen = {name for name, module_name in module_names.items() if module_name in frozen_modules}
     for weight in weights.rank_weights:
         names = {weight_slice.tensor.name for weight_slice in weight.slices}

@@ -365,11 +365,12 @@ def _copy_config(rank: MegatronRank, folder: Path) -> None:
 
 
 def _description(rank: MegatronRank) -> dict[str, Any]:
+    model = rank.trained.model
     return {
         "step": rank.step,
         "ranks": dist.get_world_size(),
         "shapes": {spec.name: list(spec.shape) for spec in rank.trained.weights.specs()},
-        "frozen": sorted(rank.config.freeze),
+        "frozen": [] if model.values and model.images is None else sorted(rank.config.freeze),
         "reference": rank.reference_changed,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from agentrl.core.images import Image, ImageSpan, load_image
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.models.image_processor import ImageProcessor, load_image_processor
 from tests.batches import pack_rows
+from tests.unit.learner.megatron.models import make_critic_model
 from tests.vision_folders import FAMILIES, write_processor_folder
 
 TOWERS = dict.fromkeys(FAMILIES, "*.visual.*") | {"smolvlm": "*.vision_model.*"}
@@ -29,6 +31,12 @@ TOWERS = dict.fromkeys(FAMILIES, "*.visual.*") | {"smolvlm": "*.vision_model.*"}
 def folder(family: str) -> Path:
     """Return a tiny model whose weights are large enough that images change the log-probabilities of text."""
     return write_processor_folder(Path(mkdtemp()) / family, family, weights=0.1)
+
+
+@cache
+def critic_folder(family: str) -> Path:
+    """Return the model of `folder` with a random value head."""
+    return make_critic_model(folder(family), shutil.copytree(folder(family), Path(mkdtemp()) / family))
 
 
 def own_model(path: Path) -> Any:
@@ -112,19 +120,37 @@ def own_logprobs(family: str, rows: list[Row]) -> dict[RowKey, np.ndarray]:
     """Return log-probabilities ``[T]`` of each row by transformers, 0 for its first token."""
     model, logprobs = own_model(folder(family)), {}
     for made in rows:
-        ids = torch.from_numpy(made.token_ids.astype(np.int64))[None]
-        inputs = processor(family).join([processor(family).features(IMAGES[span.digest]) for span in made.images])
-        if made.images and "image_grid_thw" in inputs:
-            kinds = torch.zeros_like(ids)
-            for span in made.images:
-                place = slice(span.start, span.end)
-                kinds[0, place] = torch.isin(ids[0, place], torch.tensor([*processor(family).pad_ids])).long()
-            inputs |= {"mm_token_type_ids": kinds}
+        inputs = own_inputs(family, made)
         with torch.no_grad():
-            logits = model(input_ids=ids, **inputs).logits[0]
-        scores = logits[:-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+            logits = model(**inputs).logits[0]
+        scores = logits[:-1].log_softmax(-1).gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
         logprobs[made.key] = np.concatenate([[0], scores.numpy()])
     return logprobs
+
+
+def own_values(
+    family: str, rows: list[Row], weight_1_H: torch.Tensor, bias_1: torch.Tensor
+) -> dict[RowKey, np.ndarray]:
+    """Return values ``[T]`` of the states before each row's tokens by transformers and a head, 0 for its first token."""
+    model, values = own_model(folder(family)).model, {}
+    for made in rows:
+        with torch.no_grad():
+            hidden_T_H = model(**own_inputs(family, made)).last_hidden_state[0]
+        values[made.key] = np.concatenate([[0], (hidden_T_H @ weight_1_H[0] + bias_1)[:-1].numpy()])
+    return values
+
+
+def own_inputs(family: str, made: Row) -> dict[str, torch.Tensor]:
+    """Return the arguments of a model of transformers for a row."""
+    ids = torch.from_numpy(made.token_ids.astype(np.int64))[None]
+    inputs = processor(family).join([processor(family).features(IMAGES[span.digest]) for span in made.images])
+    if made.images and "image_grid_thw" in inputs:
+        kinds = torch.zeros_like(ids)
+        for span in made.images:
+            place = slice(span.start, span.end)
+            kinds[0, place] = torch.isin(ids[0, place], torch.tensor([*processor(family).pad_ids])).long()
+        inputs |= {"mm_token_type_ids": kinds}
+    return {"input_ids": ids, **inputs}
 
 
 def without_sampled_pads(family: str, rows: list[Row]) -> list[Row]:

@@ -14,19 +14,23 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from agentrl.batch.microbatch import GlobalBatch
+from agentrl.config.algo import AlgoConfig
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.core.images import ImageSpan
 from agentrl.core.types import Row, RowKey
-from agentrl.learner.base import RankOptions
-from agentrl.learner.fsdp.backend import FsdpBackend
+from agentrl.learner.base import RankOptions, Role
 from agentrl.learner.fsdp.rank import FsdpRank
+from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from tests.algo_config import make_algo
+from tests.batches import pack_rows
 from tests.integration.rank_processes import run_ranks
 from tests.integration.two_ranks import batch_of_share
 from tests.unit.learner.image_rows import (
+    IMAGES,
     TOWERS,
     batch,
+    critic_folder,
     episodes,
     folder,
     own_logprobs,
@@ -117,6 +121,8 @@ def test_a_rank_runs_the_code_of_image_processors_only_if_it_is_trusted(opened):
         assert reference.images.trust_remote_code
 
 
+CRITIC = "critic"
+"""Name of the case of a critic."""
 Cases = dict[str, tuple[str, dict[str, object], list[GlobalBatch]]]
 """By name: family, options of the learner, and the batches of its steps."""
 
@@ -129,7 +135,9 @@ def sharded_rank() -> int:
     results = {}
     for case, (family, options, batches) in cases.items():
         config = LearnerConfig(precision="float32", device="cpu", threads=1, ranks=ranks, **options)
-        rank = FsdpRank(RankOptions(path / family, config, make_algo(), torch.device("cpu"), seed=0))
+        role: Role = "critic" if case == CRITIC else "policy"
+        model = path / (CRITIC if case == CRITIC else family)
+        rank = FsdpRank(RankOptions(model, config, algo_of_case(case), torch.device("cpu"), seed=0, role=role))
         for index, whole in enumerate(batches):
             rank_batch = batch_of_share(whole, rank.data_parallel_rank)
             by_name: dict[str, torch.Tensor] = {}
@@ -142,24 +150,39 @@ def sharded_rank() -> int:
 
             rank._update = keep
             rank.train_step(rank_batch)
-            results[case, index] = by_name, rank.logprobs(rank_batch)
+            results[case, index] = by_name, rank.logprobs(rank_batch, rank.name)
     (path / f"results{number}").write_bytes(pickle.dumps(results))
     dist.destroy_process_group()
     return 0
+
+
+def algo_of_case(case: str) -> AlgoConfig:
+    return make_algo(advantage={"name": "gae"}) if case == CRITIC else make_algo()
+
+
+def open_case(case: str, opened: Learners, family: str, options: dict[str, object]) -> LocalLearnerGroup | LocalCritic:
+    """Open a single rank that computes what those of a case do."""
+    if case != CRITIC:
+        return opened.open(folder=folder(family), freeze=options.get("freeze", []))
+    opened.close()
+    config = LearnerConfig(precision="float32", device="cpu", threads=1)
+    return LocalCritic(critic_folder(family), config, algo_of_case(case), seed=0)
 
 
 def check_ranks(path: Path, opened: Learners, ranks: int, cases: Cases) -> None:
     """Compare gradients and log-probabilities of all ranks with those of a single one."""
     for family in {family for family, _, _ in cases.values()}:
         (path / family).symlink_to(folder(family))
+    if CRITIC in cases:
+        (path / CRITIC).symlink_to(critic_folder(cases[CRITIC][0]))
     (path / "cases").write_bytes(pickle.dumps((ranks, cases)))
     run_ranks(f"{__name__}:sharded_rank", path, ranks, timeout_s=90 * ranks)
     results = [pickle.loads((path / f"results{number}").read_bytes()) for number in range(ranks)]
     for case, (family, options, batches) in cases.items():
-        learner = opened.open(folder=folder(family), freeze=options.get("freeze", []))
+        learner = open_case(case, opened, family, options)
         for index, whole in enumerate(batches):
             joined = replace(whole, micro=(tuple(micro for micros in whole.micro for micro in micros),))
-            expected_scores = learner.logprobs(joined)
+            expected_scores = learner.values(joined) if case == CRITIC else learner.logprobs(joined)
             scores = {key: values for result in results for key, values in result[case, index][1].items()}
             assert scores.keys() == expected_scores.keys()
             for key, row_scores in scores.items():
@@ -185,6 +208,10 @@ def test_two_ranks_of_which_one_has_pictures_have_the_gradient_of_one_rank(tmp_p
     cases["frozen"] = "qwen3-vl", {"freeze": [TOWERS["qwen3-vl"]]}, cases["qwen3-vl"][2][:1]
     whole_rows = [batch(episodes("qwen3-vl"), share_prefixes=share) for share in (False, True)]
     cases["context"] = "qwen3-vl", {"context_parallel": 2}, whole_rows
+    returns = {made.key: np.full(len(made.mask), 0.5, np.float32) for made in rows}
+    sizes = {"tokens_per_micro": 8, "data_parallel_size": 2, "pad_id": 0}
+    values = pack_rows([rows[0], rows[4]], kind="value", returns=returns, values=returns, images=IMAGES, **sizes)
+    cases[CRITIC] = "smolvlm", {}, [values]
     check_ranks(tmp_path, opened, 2, cases)
 
 
@@ -204,13 +231,6 @@ def test_four_ranks_with_pictures_have_the_gradient_of_one_rank(tmp_path, opened
     glm = episodes("glm-4.5v")
     cases["experts"] = "glm-4.5v", {"expert_parallel": 2}, [batch([*glm[:3], glm[4]], tokens=8, ranks=4)]
     check_ranks(tmp_path, opened, 4, cases)
-
-
-def test_a_critic_for_a_model_that_reads_images_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"algo\.advantage\.name=gae needs a critic, and the model in .* reads images"
-    ):
-        FsdpBackend(LearnerConfig()).check(make_algo(advantage={"name": "gae"}), [folder("qwen3-vl")])
 
 
 def gradients_of_trained(learner, whole: GlobalBatch) -> dict[str, torch.Tensor]:

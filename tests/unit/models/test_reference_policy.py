@@ -96,8 +96,8 @@ def test_a_configuration_without_a_vocabulary_is_an_error(tmp_path):
     check_reference(policy, odd, trust_remote_code=False)
 
 
-def test_a_critic_that_reads_images_is_refused(tmp_path: Path) -> None:
-    policy = write_processor_folder(tmp_path, "qwen2.5-vl")
-    with pytest.raises(ConfigError, match=r"^algo\.critic\.path=.* reads images, .*set algo\.advantage\.name"):
-        resolve_critic(make_algo(advantage={"name": "gae"}), policy)
+def test_a_critic_starts_from_the_policy_or_its_own_folder(tmp_path: Path) -> None:
+    policy, critic = (write_processor_folder(tmp_path / name, "qwen2.5-vl") for name in ("policy", "critic"))
+    assert resolve_critic(make_algo(advantage={"name": "gae"}), policy) == policy
+    assert resolve_critic(make_algo(advantage={"name": "gae"}, critic={"path": str(critic)}), policy) == critic
     assert resolve_critic(make_algo(), policy) is None

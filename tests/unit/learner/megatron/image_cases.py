@@ -44,6 +44,12 @@ def one_rank(folder: Path) -> dict[str, Any]:
         results[family] = scores, references, before, after
         del rank
         end_layout()
+        critic = make_critic(folder, family, {}, freeze=["*.visual.*", "*embed_tokens*"])
+        before, values = weights(critic), critic.values(batch)
+        critic.train_step(pickle.loads((folder / f"{family}.values").read_bytes()))
+        results[f"critic of {family}"] = values, before, weights(critic)
+        del critic
+        end_layout()
     text = make_rank(folder / "text", {})
     try:
         text.logprobs(read_batch(folder, "qwen2.5-vl", text))
@@ -81,7 +87,20 @@ def two_ranks(folder: Path) -> dict[str, Any]:
             results["loaded"] = weights(rank)
         del rank
         end_layout()
+    critic = make_critic(folder, "qwen3-vl", PP)
+    values: list[Any] = [None] * 2
+    dist.all_gather_object(values, critic.values(read_batch(folder, "qwen3-vl", critic)))
+    results["critic"] = values[0] | values[1]
+    del critic
+    end_layout()
     return results
+
+
+def make_critic(folder: Path, family: str, options: dict[str, Any], **learner: Any) -> MegatronRank:
+    """Make a rank of a critic of a family's model."""
+    config = learner_config("megatron", options, dist.get_world_size()).model_copy(update=learner)
+    path = folder / f"critic of {family}"
+    return MegatronRank(RankOptions(path, config, algo_of("ppo"), torch.device("cpu"), seed=0, role="critic"))
 
 
 def make_rank(folder: Path, options: dict[str, Any], **learner: Any) -> MegatronRank:

@@ -95,31 +95,28 @@ def test_options_that_are_known_to_be_right_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "algo", "message"),
+    ("family", "options", "message"),
     [
-        ("qwen2.5-vl", {}, {"advantage": {"name": "gae"}}, "algo.advantage.name=gae needs a critic, and model.path="),
         (
             "qwen2.5-vl",
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1, "overlap_grad_reduce": True},
-            {},
             "learner.megatron.overlap_grad_reduce=True: model.path=",
         ),
         (
             "qwen2.5-vl",
             {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-            {},
             "learner.megatron.virtual_pipeline_model_parallel_size=2: model.path=",
         ),
-        ("qwen3-vl", {"recompute_granularity": "full"}, {}, "set learner.recompute=full"),
-        ("smolvlm", {}, {}, "model_type='smolvlm', and of models with images only qwen2_5_vl, qwen3_vl"),
+        ("qwen3-vl", {"recompute_granularity": "full"}, "set learner.recompute=full"),
+        ("smolvlm", {}, "model_type='smolvlm', and of models with images only qwen2_5_vl, qwen3_vl"),
     ],
 )
 def test_what_is_not_supported_with_images_is_refused_by_name(
-    tmp_path: Path, family: str, options: dict[str, Any], algo: dict[str, Any], message: str
+    tmp_path: Path, family: str, options: dict[str, Any], message: str
 ) -> None:
     folder = write_processor_folder(tmp_path, family)
     with pytest.raises(AgentrlError, match=re.escape(message)):
-        make_backend(LearnerConfig(backend="megatron", ranks=2, megatron=options)).check(make_algo(**algo), [folder])
+        make_backend(LearnerConfig(backend="megatron", ranks=2, megatron=options)).check(make_algo(), [folder])
 
 
 def test_the_first_stage_has_the_layers_that_add_features_of_images(tmp_path: Path) -> None:

@@ -17,7 +17,17 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.core.types import Row, RowKey
-from tests.unit.learner.image_rows import batch, episodes, folder, own_logprobs, without_sampled_pads
+from tests.batches import pack_rows
+from tests.unit.learner.image_rows import (
+    IMAGES,
+    batch,
+    critic_folder,
+    episodes,
+    folder,
+    own_logprobs,
+    own_values,
+    without_sampled_pads,
+)
 from tests.unit.learner.learners import Learners, gradients
 from tests.unit.learner.megatron.forked import Found, run_ranks
 from tests.unit.learner.megatron.models import make_model
@@ -44,6 +54,11 @@ def found(tmp_path_factory: pytest.TempPathFactory, preloaded_children: str) -> 
     parent = tmp_path_factory.mktemp("megatron")
     for family in FAMILIES:
         (parent / family).symlink_to(folder(family))
+        (parent / f"critic of {family}").symlink_to(critic_folder(family))
+        returns = {row.key: np.ones(len(row.mask), np.float32) for row in rows(family)}
+        sizes = {"tokens_per_micro": 160, "data_parallel_size": 1, "pad_id": 0, "images": IMAGES}
+        values = pack_rows(rows(family), kind="value", returns=returns, values=returns, **sizes)
+        (parent / f"{family}.values").write_bytes(pickle.dumps(values))
         batches = {ranks: batch(rows(family), tokens=160, ranks=ranks) for ranks in (1, 2)}
         (parent / f"{family}.batches").write_bytes(pickle.dumps(batches))
     make_model(parent / "text", "qwen3", vocab_size=400)
@@ -99,6 +114,32 @@ def test_engines_get_the_tower_which_stays_equal_if_it_is_frozen(found: Found, f
     assert tower
     assert all(torch.equal(before[name], after[name]) for name in tower)
     assert any(not torch.equal(before[name], after[name]) for name in before.keys() - tower)
+
+
+def critic_scores(family: str) -> dict[RowKey, np.ndarray]:
+    files = load_file(critic_folder(family) / "model.safetensors")
+    return own_values(family, rows(family), files["score.weight"], files["score.bias"])
+
+
+def assert_values(values, family: str) -> None:
+    expected = critic_scores(family)
+    assert values.keys() == expected.keys()
+    for key, row_values in values.items():
+        np.testing.assert_allclose(row_values, expected[key], atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_of_a_critic_are_those_of_transformers_and_its_tower_may_be_frozen(found: Found, family: str) -> None:
+    """A pattern for another weight is the policy's alone."""
+    values, before, after = found["one_rank"][f"critic of {family}"]
+    assert_values(values, family)
+    assert before.keys() == load_file(critic_folder(family) / "model.safetensors").keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name for name in before if "visual." in name} == before.keys() - changed
+
+
+def test_a_critic_of_two_stages_has_the_values_of_transformers(found: Found) -> None:
+    assert_values(found["two_ranks"]["critic"], "qwen3-vl")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
