@@ -76,6 +76,7 @@ def start_critic(
     seed: int,
     run_dir: Path,
     policy: Any,
+    trust_remote_code: bool = False,
     placement: Any = None,
 ) -> InProcessCritic:
     """Load the critic; takes the place of `agentrl.cluster.learner_group.start_critic`."""

@@ -90,6 +90,7 @@ def start_critic(
     seed: int,
     run_dir: Path,
     policy: RayLearnerGroup,
+    trust_remote_code: bool = False,
     placement: ReservedPlacement | None = None,
 ) -> RayCritic:
     """Start the ranks of the critic, as many as the policy's; see `start_learners`.
@@ -101,10 +102,17 @@ def start_critic(
         seed: as of the policy.
         run_dir: has ``critic.log``.
         policy: has started Ray, and is closed after the critic.
+        trust_remote_code: see `RankOptions`.
         placement: contains the ranks. If they share the GPUs of the policy's ranks, each has the GPU of one of them.
     """
     options = RankOptions(
-        model_folder.absolute(), learner, algo, torch.device(learner_device(learner)), seed, role="critic"
+        model_folder.absolute(),
+        learner,
+        algo,
+        torch.device(learner_device(learner)),
+        seed,
+        role="critic",
+        trust_remote_code=trust_remote_code,
     )
     if placement is None:
         return RayCritic(None, options, run_dir / "critic.log")

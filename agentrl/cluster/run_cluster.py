@@ -196,6 +196,7 @@ class RunCluster:
                 seed=config.run.seed,
                 run_dir=self.folder,
                 policy=learner,
+                trust_remote_code=config.model.trust_remote_code,
                 placement=self._placement,
             )
         return learner

@@ -388,18 +388,20 @@ def model_config(folder: Path, *, values: bool = False) -> PreTrainedConfig:
     return config
 
 
-def new_model(config: PreTrainedConfig, *, values: bool = False, **options: Any) -> PreTrainedModel:
+def new_model(
+    config: PreTrainedConfig, *, values: bool = False, attn_implementation: str | None = None
+) -> PreTrainedModel:
     """Return a float32 model of a configuration, with new weights.
 
     Args:
         config: of the model.
         values: with a value head in place of the language head.
-        **options: arguments of ``from_config`` of transformers.
+        attn_implementation: attention implementation of transformers; None is that of the configuration.
     """
     import torch
 
     model: PreTrainedModel = _auto_class(config, values=values).from_config(
-        config, dtype=torch.float32, trust_remote_code=False, **options
+        config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
     )
     if values:
         replace_language_head(model)
@@ -421,20 +423,21 @@ def _auto_class(config: PreTrainedConfig, *, values: bool) -> Any:
     return AutoModelForTokenClassification if values else AutoModelForCausalLM
 
 
-def replace_language_head(model: Any) -> set[str]:
+def replace_language_head(model: PreTrainedModel) -> set[str]:
     """Give a vision-language model a value head in place of its language head, and return the names of that one's weights.
 
     A token classifier, which has no language head, stays as it is.
     """
     import torch
 
-    head = model.get_output_embeddings()
+    language_model: Any = model
+    head = language_model.get_output_embeddings()
     if head is None:
         return set()
     [name] = [name for name, module in model.named_children() if module is head]
     names = {f"{name}.{weight}" for weight, _ in head.named_parameters()}
     delattr(model, name)
-    model.score = torch.nn.Linear(head.in_features, 1, dtype=head.weight.dtype)
+    model.add_module("score", torch.nn.Linear(head.in_features, 1, dtype=head.weight.dtype))
     return names
 
 

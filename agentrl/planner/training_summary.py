@@ -17,6 +17,8 @@ from agentrl.models.reference_policy import CRITIC_KEY, resolve_critic
 from agentrl.models.shipped_architectures import meta_model
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from agentrl.learner.memory import LearnerMemory, MemoryOptions
 
 KEEPS_GRADIENTS = {"fsdp": False, "megatron": True}
@@ -344,7 +346,7 @@ def trained_model(learner: LearnerConfig, folder: Path) -> Any:
     return hf
 
 
-def trained_critic(learner: LearnerConfig, folder: Path) -> Any:
+def trained_critic(learner: LearnerConfig, folder: Path) -> PreTrainedModel:
     """Return the critic in ``folder`` on ``meta``, with settings of `LearnerConfig.for_critic`; see `trained_model`."""
     from agentrl.learner.layers import image_weights
 
