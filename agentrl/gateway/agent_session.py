@@ -25,6 +25,11 @@ _logged = set[tuple[str, str]]()
 """Fields without effect that were logged, with the reason."""
 _SAMPLING = "the run's sampling parameters (sampler.*) hold"
 
+_CHANGED = (
+    "with other white space: the conversation goes on in a new row (rollout/forks/context), in which the turn is read as it was "
+    "sent, and not as it was sampled. Send turns back as they came"
+)
+
 LIMITS = {
     StopReason.MAX_TURNS: "The limit of turns of this episode (rollout.max_turns) is reached.",
     StopReason.MAX_TOKENS: "The limit of tokens of this conversation (rollout.max_tokens) is reached.",
@@ -236,6 +241,8 @@ class PolicySession(Session):
         self._check_open()
         history = self._tree.history(request.messages, request.tools)
         point = self._tree.join(history, request.max_tokens)
+        if point.changed:
+            _warn_of_changed(point.changed[0])
         root, chat = self._open_chat(point, request)
         reply, step = self._new_reply(request), self.progress.next_step()
         try:
@@ -365,3 +372,13 @@ class PolicySession(Session):
         for first in self.agent.chats:
             for chat in first.all_chats():
                 yield from self._steps.get(chat, ())
+
+
+def _warn_of_changed(message: Message) -> None:
+    """Warn once that a turn was sent back with other white space."""
+    if ("messages", _CHANGED) not in _logged:
+        _logged.add(("messages", _CHANGED))
+        text = message.content or [call.arguments for call in message.tool_calls]
+        _log.warning(
+            "the agent sends a turn of the policy back %s. This is logged once. The turn: %.200r", _CHANGED, text
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,8 @@ _encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 """As ``json.dumps``, which makes an encoder each time."""
 _RECENT = 8
 """Histories of a session whose digests the next request takes: of conversations that take turns, such as subagents'."""
+_WHITE_SPACE = re.compile(rb"(?:\\[nrt]|\s)+")
+"""In texts as JSON."""
 _PROBE_TOKENS = 1
 """A request for so many tokens asks whether the endpoint works."""
 
@@ -99,6 +102,8 @@ class JoinPoint:
     """Why its tokens are in another row than the turns before."""
     mask: MaskReason
     """Why what is sampled is not trained."""
+    changed: tuple[Message, ...]
+    """Messages that are turns of the session with other white space; they are read as they are, and not as they were sampled."""
 
 
 class History:
@@ -176,6 +181,7 @@ class ConversationTree:
         self._nodes: dict[bytes, list[Node]] = {}
         self._unthought = set[bytes]()
         self._replies: dict[bytes, list[Node]] = {}  # by their meaning
+        self._similar_turns: dict[bytes, list[tuple[bytes, Node]]] = {}  # with what is said, by it without white space
         self._heads: dict[bytes, list[tuple[Root, bytes]]] = {}  # conversations and their tools by system prompt
         self._prompts = set[bytes]()  # of conversations
         self._recent: list[History] = []  # up to the last replies, the newest first
@@ -207,24 +213,38 @@ class ConversationTree:
             mask, candidates = MaskReason.AMBIGUOUS, []
         node = next((node for node in candidates if not node.is_continued), candidates[0] if candidates else None)
         messages, has_replies = self._own_messages(history, node)
+        changed = tuple(message for message in history.messages[size:] if self._is_changed(message))
         if unthought:
             fork = ForkReason.THINKING
         elif node is None:
-            fork = ForkReason.CONTEXT if has_replies or self._is_rewritten(history) else ForkReason.BRANCH
+            has_similar = any(self._similar(message) for message in history.messages)
+            is_rewritten = has_replies or has_similar or self._is_rewritten(history)
+            fork = ForkReason.CONTEXT if is_rewritten else ForkReason.BRANCH
         else:
             fork = ForkReason.CONTEXT if any(message.role == "assistant" for message in messages) else ForkReason.BRANCH
-        return JoinPoint(history, node, messages, fork, mask)
+        return JoinPoint(history, node, messages, fork, mask, changed)
 
     def _is_rewritten(self, history: History) -> bool:
         """Return whether a request has the system prompt and the tools of a conversation, and is not one again."""
         same_head = any(tools == history.tools for _, tools in self._heads.get(history.system, ()))
         return bool(history.system) and same_head and history.whole[-1] not in self._prompts
 
+    def _similar(self, message: Message) -> Sequence[tuple[bytes, Node]]:
+        """Return the turns that a message is, whatever their reasoning and white space are, and what is said in each."""
+        if message.role != "assistant":
+            return ()
+        return self._similar_turns.get(_WHITE_SPACE.sub(b"", _meaning(message, {})[1]), ())
+
+    def _is_changed(self, message: Message) -> bool:
+        """Return whether a message is a turn of the session but for white space in its text or the arguments of its calls."""
+        similar = self._similar(message)
+        return bool(similar) and _meaning(message, {})[1] not in [spoken for spoken, _ in similar]
+
     def begin(self, point: JoinPoint, tools: Sequence[Tool]) -> Root:
         """Return a new conversation at a point."""
         history, root = point.history, Root(tuple(tools), mask=point.mask)
         heads = self._heads.setdefault(history.system, [])
-        root.related = [node.root for meaning in history.meanings for node in self._replies.get(meaning, ())]
+        root.related = [node.root for message in history.messages for _, node in self._similar(message)]
         root.related += [sibling for sibling, _ in heads] if history.system else []
         for sibling in root.related:
             sibling.related.append(root)
@@ -242,6 +262,8 @@ class ConversationTree:
         self._nodes.setdefault(history.whole[-1], []).append(node)
         self._unthought.add(history.unthought[-1])
         self._replies.setdefault(history.meanings[-1], []).append(node)
+        spoken = _meaning(shown, {})[1]
+        self._similar_turns.setdefault(_WHITE_SPACE.sub(b"", spoken), []).append((spoken, node))
         end = None if point.node is None else history.whole[point.node.length]
         others = [recent for recent in self._recent if recent.whole[-1] != end]
         self._recent = [history, *others[: _RECENT - 1]]

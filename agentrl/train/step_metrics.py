@@ -28,7 +28,7 @@ _VALUE_METRICS = ("loss", "mean", "clip_fraction", "grad_norm", "lr", "nonfinite
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_s: float | None) -> dict[str, float]:
-    """Return a step's rollout metrics: reward, environment metrics, sizes, stop reasons.
+    """Return a step's rollout metrics: reward, environment metrics, sizes, stop reasons, reasons of forks.
 
     ``sampled_s`` are the seconds that sampling all of them took; None if they were recorded earlier.
     """
@@ -47,6 +47,10 @@ def rollout_metrics(rollouts: Sequence[Rollout], groups: RolloutGroups, sampled_
     for rollout in rollouts:
         key = f"rollout/stop/{rollout.stop_reason.value}"
         metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
+        for row in rollout.rows:
+            if row.fork is not None:
+                key = f"rollout/forks/{row.fork.value}"
+                metrics[key] = metrics.get(key, 0.0) + 1 / len(rollouts)
     metrics |= {f"rollout/{key}": value for key, value in rollout_means(rollouts).items()}
     return metrics | _reward_metrics(rollouts) | _role_metrics(rollouts)
 

@@ -1,6 +1,7 @@
 """The small parts around the loop: task order, metrics, batches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from agentrl.config.schema import Config
 from agentrl.core.env import Env
 from agentrl.core.errors import ConfigError
 from agentrl.core.task import MadeTasks, TaskSet
-from agentrl.core.types import Rollout, StopReason, ToolUse
+from agentrl.core.types import ForkReason, Rollout, StopReason, ToolUse
 from agentrl.data.jobs import TaskJobs, episode_seed
 from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import EnvTasks, read_split
@@ -182,6 +183,10 @@ def test_only_rollouts_with_an_advantage_are_trained_on() -> None:
     assert metrics["train/flat_groups"] == 0.5
     assert metrics["time/tokens_per_s"] == 20.0
     assert metrics["rollout/stop/terminated"] == 1.0
+    assert not [name for name in metrics if name.startswith("rollout/forks/")]
+    rollouts[0].rows *= 3
+    rollouts[0].rows[1:] = [replace(rollouts[0].rows[0], fork=ForkReason.THINKING)] * 2
+    assert rollout_metrics(rollouts, groups, None)["rollout/forks/thinking"] == 0.5
 
 
 def test_metrics_are_by_role_too_if_there_are_several() -> None:
