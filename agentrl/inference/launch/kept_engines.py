@@ -40,7 +40,14 @@ _log = logging.getLogger(__name__)
 
 
 def engines_folder() -> Path:
-    """Return the folder of this user's engines on this machine, which is made.
+    """Return the folder of this user's engines on this machine, which is made; see `user_folder`."""
+    engines = user_folder() / "engines"
+    engines.mkdir(exist_ok=True)
+    return engines
+
+
+def user_folder() -> Path:
+    """Return the folder of what this user's runs share on this machine, which is made.
 
     Raises:
         ConfigError: it belongs to another user.
@@ -49,12 +56,8 @@ def engines_folder() -> Path:
     folder = Path(runtime) / "agentrl" if runtime else Path(tempfile.gettempdir()) / f"agentrl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        raise ConfigError(
-            f"sampler.keep_minutes: {folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of yours"
-        )
-    engines = folder / "engines"
-    engines.mkdir(exist_ok=True)
-    return engines
+        raise ConfigError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of yours")
+    return folder
 
 
 def try_lock(file: Path) -> int | None:

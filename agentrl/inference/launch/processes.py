@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.distributed.sglang_loader import FOLDER, LOADERS
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.kept_engines import KeptChild
+from agentrl.inference.launch.kept_engines import KeptChild, user_folder
 from agentrl.inference.launch.startup_log import StartupLog, StartupPhase, last_error
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -242,7 +243,11 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     guard = [sys.executable, "-S", str(GUARD)]
-    with ExitStack() as ports:
+    begun = time.monotonic()
+    with ExitStack() as locks, ExitStack() as ports:
+        if machine is None:  # machines of an engine wait for each other, and must not wait for other engines meanwhile
+            locks.enter_context(_gpus_locked(gpus))
+        waited_s = time.monotonic() - begun
         port_number = ports.enter_context(reserve_port(host, port, key="sampler.port"))
         if disaggregation:
             flags["disaggregation-mode"] = disaggregation
@@ -254,11 +259,26 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
         child = start_child(command, log=log, name="SGLang", env=env, error=EngineError)
         engine = EngineProcess(f"http://{host}:{port_number}", child, grace_s=0.0)
         try:
-            _wait_healthy(engine, startup_log, options, timeout_s)
+            _wait_healthy(engine, startup_log, options, timeout_s, has_memory=locks.close)
         except BaseException:
             engine.stop()
             raise
-    return replace(engine, start_details=startup_log.phase_times())
+    waited = f"waiting for other engines on its GPUs {waited_s:.1f}, " if waited_s >= 1.0 else ""
+    return replace(engine, start_details=waited + startup_log.phase_times())
+
+
+@contextmanager
+def _gpus_locked(gpus: Sequence[str]) -> Iterator[None]:
+    """Wait for other engines that take memory of these GPUs, and let those that start later wait.
+
+    SGLang sizes its KV cache by the free memory before and after it loads its weights. What another engine takes between the
+    two is missing in the cache, or leaves none.
+    """
+    with ExitStack() as files:
+        for gpu in sorted(gpus):
+            file = files.enter_context((user_folder() / f"gpu-{gpu}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _flags_and_environment(
@@ -296,8 +316,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"sampler.sglang.{name}={options[name]}: {key}")
 
 
-def _wait_healthy(engine: EngineProcess, startup_log: StartupLog, options: Mapping[str, Any], timeout_s: float) -> None:
-    """Block until the server is healthy.
+def _wait_healthy(
+    engine: EngineProcess,
+    startup_log: StartupLog,
+    options: Mapping[str, Any],
+    timeout_s: float,
+    has_memory: Callable[[], None],
+) -> None:
+    """Block until the server is healthy; call ``has_memory`` at every look once it has weights and KV cache.
 
     Raises:
         ConfigError: it refuses an option.
@@ -312,6 +338,8 @@ def _wait_healthy(engine: EngineProcess, startup_log: StartupLog, options: Mappi
         phase = startup_log.read()
         if code is not None or seconds > timeout_s:
             raise _startup_error(startup_log, options, code, peak, timeout_s)
+        if phase > StartupPhase.CACHE:
+            has_memory()
         peak = max(peak, _resident_bytes(engine.child.pid))
         if seconds > _LONG_S and (phase is not logged[0] or seconds > 2 * logged[1]):
             _log.warning("SGLang is not healthy after %.0f s: %s (log: %s)", seconds, phase.words, startup_log.log)

@@ -147,6 +147,33 @@ def wait_for_number(path: Path) -> int:
     return int(path.read_text())
 
 
+def test_engines_that_share_a_gpu_take_its_memory_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins that load weights until the test lets them; then they capture graphs."""
+    code = SGLANG.replace("gate =", "print('Load weight begin', flush=True)\ngate =")
+    install_stand_in(
+        tmp_path,
+        monkeypatch,
+        code.replace("http.server.HTTPServer((", "print('Capture graph begin', flush=True)\nhttp.server.HTTPServer(("),
+    )
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    gate, logs = tmp_path / "sglang" / "gate", [tmp_path / f"log-{number}" for number in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        starting = []
+        try:
+            for log, gpus in zip(logs, (["0", "1"], ["1"], ["2"]), strict=True):
+                starting.append(pool.submit(launch_sglang, tmp_path, log=log, gpus=gpus, timeout_s=30))
+                if log != logs[1]:
+                    wait_until(lambda log=log: log.exists() and "Load weight begin" in log.read_text())
+            assert not logs[1].exists()
+        finally:
+            gate.touch()
+        engines = [start.result() for start in starting]
+    for engine in engines:
+        engine.stop()
+
+
 def test_options_become_flags() -> None:
     options = {"mem_fraction_static": 0.5, "enable_memory_saver": True, "no": False, "none": None, "several": [1, 2]}
     assert command_flags(options) == ["--mem-fraction-static", "0.5", "--enable-memory-saver", "--several", "1", "2"]
