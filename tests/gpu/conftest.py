@@ -39,23 +39,10 @@ from agentrl.models.random_models import Shape, write_random_model
 from agentrl.models.resolve import resolve_model
 from agentrl.weight_sync.adapter import with_adapters
 from tests.algo_config import make_algo
+from tests.gpu.engine_options import OPTIONS, START_S
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    # bfloat16 rounds a logit of 16 by up to a sixteenth, which is as much as all else together.
-    "enable_fp32_lm_head": True,
-    "mem_fraction_static": 0.2,
-    "max_total_tokens": 65536,
-    # Batches up to 8 go through CUDA graphs, larger ones do not: both are looked at, and few graphs are made.
-    "cuda_graph_max_bs": 8,
-    "disable_piecewise_cuda_graph": True,
-    "enable_memory_saver": True,
-}
 EXPERTS = Shape(256, 768, 2, 4, 2, 64, 49152, False, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 LORA = LoraConfig(rank=16, alpha=32)
-START_S = 240.0
 STRUCK_S = 280.0
 """From one strike of the run to the next, a start of SGLang included."""
 THINGS = ("a bridge", "yeast", "a compass", "a sonnet", "insulin", "a prime number", "a violin", "chalk", "gravity",

@@ -15,7 +15,7 @@ from agentrl.inference.launch.launcher import visible_gpus
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.learner.in_process import LocalLearnerGroup
 from tests.algo_config import make_algo
-from tests.gpu.conftest import OPTIONS, START_S
+from tests.gpu.engine_options import OPTIONS, START_S
 from tests.sglang_images import PATCHES, Server, play_five_pictures, serving, write_model
 
 pytestmark = pytest.mark.gpu

@@ -24,7 +24,7 @@ from agentrl.models.load import read_routing
 from agentrl.models.random_models import Shape, write_random_model
 from tests.algo_config import make_algo
 from tests.batches import pack_rows
-from tests.gpu.conftest import OPTIONS, START_S
+from tests.gpu.engine_options import OPTIONS, START_S
 
 pytestmark = pytest.mark.gpu
 

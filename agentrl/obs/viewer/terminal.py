@@ -94,7 +94,7 @@ def rollout_view(entry: Entry, decode: Decode | str) -> RenderableType:
         for row in rollout.rows:
             if len(rollout.rows) > 1:
                 parts.append(Text(f"— {row_name(row)} —", "bold"))
-            parts.append(_row_text(row, with_image_lines(row, token_texts(row, decode), rollout.images)))
+            parts.append(_row_text(row, token_texts(row, decode), rollout.images))
     parts += [_moves_text(seat) for seat in rollout.seats if not seat.trained]
     parts.append(Text("  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items())), "yellow"))
     if rollout.label is not None:
@@ -173,9 +173,13 @@ def _style(row: Row, index: int) -> str:
     return STYLES[Provenance(row.provenance[index]), bool(row.mask[index])]
 
 
-def _row_text(row: Row, texts: Sequence[str]) -> Text:
+def _row_text(row: Row, texts: Sequence[str], images: Mapping[str, Image]) -> Text:
     """Return a row's text; the observed tokens before the first sampled one are the prompt."""
     text = Text()
+
+    def decode(start: int, stop: int) -> str:
+        return "".join(texts[start:stop])
+
     start = 0
     while start < len(texts):
         style = _style(row, start)
@@ -183,7 +187,7 @@ def _row_text(row: Row, texts: Sequence[str]) -> Text:
         while end < len(texts) and _style(row, end) == style:
             end += 1
         observed = row.provenance[start] == Provenance.OBSERVED
-        words = "".join(texts[start:end])
+        words = _text_with_images(row, start, end, decode, images)
         text.append(_abbreviate(words) if observed else words, PROMPT if observed and start == 0 else style)
         start = end
     return text
@@ -243,12 +247,24 @@ def joined_texts(tokens: Sequence[TokenText]) -> list[str]:
     return texts
 
 
-def with_image_lines(row: Row, texts: Sequence[str], images: Mapping[str, Image]) -> list[str]:
-    """Return the texts of a row's tokens with one line for each image in place of the text of its tokens."""
-    shown = list(texts)
+def _text_with_images(
+    row: Row, start: int, stop: int, decode: Callable[[int, int], str], images: Mapping[str, Image]
+) -> str:
+    """Return the text of tokens of a row, with one line for each image in place of the text of its tokens.
+
+    Args:
+        row: of the tokens.
+        start: index of the first token.
+        stop: index after the last one.
+        decode: returns the text of the tokens between two indices.
+        images: of the rollout, by digest.
+    """
+    texts = []
     for span in row.images:
-        shown[span.start : span.end] = [_image_line(span, images.get(span.digest)), *[""] * (span.length - 1)]
-    return shown
+        if start <= span.start < stop:
+            texts += [decode(start, span.start), _image_line(span, images.get(span.digest))]
+            start = span.end
+    return "".join([*texts, decode(start, stop)])
 
 
 def _image_line(span: ImageSpan, image: Image | None) -> str:
@@ -271,11 +287,16 @@ def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]]
     """
     text = Text()
     for row in rollout.rows[-1:]:
+        token_ids = row.token_ids.tolist()
+
+        def decode_tokens(start: int, stop: int, token_ids: Sequence[int] = token_ids) -> str:
+            return decode(token_ids[start:stop])
+
         sampled = row.provenance == Provenance.SAMPLED
         cuts = np.flatnonzero(np.diff(sampled, prepend=not sampled[0], append=not sampled[-1]))
         for start, stop in pairwise(cuts.tolist()):
             style = _POLICY if sampled[start] else _OBSERVED if start else PROMPT
-            text.append(_decode_segment(row, start, stop, decode, rollout.images), style)
+            text.append(_text_with_images(row, start, stop, decode_tokens, rollout.images), style)
     if not rollout.rows:
         text = _turn_text(rollout)
     legend = Text.assemble(
@@ -284,15 +305,3 @@ def rollout_panel(rollout: Rollout, title: str, decode: Callable[[Sequence[int]]
     metrics = "  ".join(f"{key} {value:g}" for key, value in sorted(rollout.metrics.items()))
     end = Text(f"reward {rollout.reward:g}  {rollout.stop_reason.value}  {metrics}", "yellow")
     return TitledBlock(title, text, Text(), end, legend)
-
-
-def _decode_segment(
-    row: Row, start: int, stop: int, decode: Callable[[Sequence[int]], str], images: Mapping[str, Image]
-) -> str:
-    """Return the text of tokens of a row, with one line for each image in place of the text of its tokens."""
-    texts = []
-    for span in row.images:
-        if start <= span.start < stop:
-            texts += [decode(row.token_ids[start : span.start].tolist()), _image_line(span, images.get(span.digest))]
-            start = span.end
-    return "".join([*texts, decode(row.token_ids[start:stop].tolist())])
