@@ -25,7 +25,6 @@ from agentrl.containers.machine import Command, CommandResult, Machine, MachineE
 from agentrl.containers.machine_access import MachineAccess, inspect_machine
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import EnvironmentFailure, MissingError, SandboxFailure
-from agentrl.gateway.harnesses import installed
 from agentrl.gateway.harnesses.base import Harness
 from agentrl.gateway.harnesses.recipes import HARNESSES
 from agentrl.gateway.program_process import (
@@ -39,7 +38,7 @@ from agentrl.gateway.program_process import (
 from agentrl.gateway.server import Gateway
 
 if TYPE_CHECKING:
-    from agentrl.gateway.harnesses.installed import Installation, Program
+    from agentrl.gateway.harnesses.installed import Program
 
 _PROGRAM_S = 86_400.0
 """Wall time of a program, seconds: the episode has its own limit."""
@@ -126,10 +125,8 @@ class MachinePrograms:
             values = {**variables, "HOME": home, "AGENTRL_PROMPT": program_input.prompt}
             if image not in self._programs:
                 self._programs[image] = await self._find_harness(program, harness, image)
-            words = harness.words(self._programs[image], values, f"{home}/script.py")
-            files |= harness.files(values)
-            if harness.script is not None:
-                files["script.py"] = harness.script.read_text(encoding="utf-8")
+            words, harness_files = harness.place(self._programs[image], values)
+            files |= harness_files
             variables = {"HOME": home, **harness.env, **variables}
         await program.write_home(files, config.files)
         return words, variables
@@ -172,23 +169,14 @@ class MachinePrograms:
             MissingError: it is not installed there, or does not start.
         """
         setting, where = f"{self._config.key}.harness={self._config.harness}", self._where(program, image)
-        source = Path(installed.__file__).read_text(encoding="utf-8")
-        query = {"name": harness.command[0], "distribution": harness.distribution, "program": None}
-        argv = ("/bin/sh", "-c", _QUIET, "sh", "python3", "-I", "-c", source, json.dumps(query))
+        argv = ("/bin/sh", "-c", _QUIET, "sh", "python3", *harness.query())
         outcome = await program.look(argv, {**self._path(), **harness.env})
-        key = self._config.key
-        hint = f"{where}. Install it in the image with: {harness.install}. If it is elsewhere in it, set {key}.env.PATH"
         if outcome.exit_code != 0:
             raise MissingError(
                 f"{setting} cannot be looked for {where}, which needs Python 3.9 or newer as python3: status {outcome.exit_code}"
             )
-        result: tuple[Program, Installation] | None = json.loads(outcome.output)
-        found, installation = result or (None, None)
-        installation = harness.check_installation(setting, found, installation, hint)
-        assert found is not None, "it was checked"
-        if installation["fault"]:
-            raise MissingError(f"{setting}: {found['path']} does not start {where}: {installation['fault']}")
-        return found
+        missing = f". If it is elsewhere in it, set {self._config.key}.env.PATH"
+        return harness.read_answer(outcome.output, setting, where, missing=missing)
 
 
 class MachineProgram(RunningProgram):

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import binascii
 import io
-import json
 import shutil
 import stat
 import tarfile
@@ -21,9 +20,8 @@ from typing_extensions import override
 
 from agentrl.config.agent import ProgramConfig, command_words
 from agentrl.config.sandbox import SandboxConfig
-from agentrl.core.errors import AgentProgramError, ConfigError, MissingError, SandboxFailure
+from agentrl.core.errors import AgentProgramError, ConfigError, SandboxFailure
 from agentrl.core.types import ToolStatus
-from agentrl.gateway.harnesses import installed
 from agentrl.gateway.harnesses.base import program_path
 from agentrl.gateway.harnesses.recipes import HARNESSES, installed_harness
 from agentrl.gateway.program_process import (
@@ -221,26 +219,15 @@ class EpisodeSandboxes:
         harness, where = HARNESSES[name], f"in the sandboxes of {key}.sandbox={backend.config.backend}"
         if backend.has_images:
             where += f" with sandbox.image={backend.config.image}"
-        source = Path(installed.__file__).read_text(encoding="utf-8")
-        program: Program | None = None if backend.has_images else harness.find(self._config.env.get("PATH"))
-        query = {"name": harness.command[0], "distribution": harness.distribution, "program": program}
+        program = None if backend.has_images else harness.find(self._config.env.get("PATH"))
         async with await backend.open("harness") as sandbox:
-            argv = (backend.config.python, "-I", "-c", source, json.dumps(query))
+            argv = (backend.config.python, *harness.query(program))
             env = {**self._path(backend), **harness.env}
             outcome = await sandbox.run(Job("harness", argv=argv, env=env, wall_s=_CHECK_S))
         if outcome.status is not ToolStatus.OK:
             raise SandboxFailure(f"{key}.harness={name} cannot be looked for: {outcome.stderr}{outcome.detail}")
-        result: tuple[Program, Installation] | None = json.loads(outcome.stdout)
-        program, installation = result or (None, None)
-        hint = f"{where}. Install it in the image with: {harness.install}"
-        installation = harness.check_installation(f"{key}.harness={name}", program, installation, hint)
-        assert program is not None, "it was checked"
-        if installation["fault"]:
-            raise MissingError(
-                f"{key}.harness={name}: {program['path']} does not start {where}: {installation['fault']}. Limits are in "
-                "sandbox.limits, further folders that it reads in sandbox.readonly"
-            )
-        return program
+        faulty = ". Limits are in sandbox.limits, further folders that it reads in sandbox.readonly"
+        return harness.read_answer(outcome.stdout, f"{key}.harness={name}", where, faulty=faulty)
 
     async def start(
         self, backend: SandboxBackend, program_input: ProgramInput, name: str, key: str
@@ -266,10 +253,8 @@ class EpisodeSandboxes:
             words = command_words(config.command or "", config.key, resolve=False)
         else:
             harness, values = HARNESSES[config.harness], {**env, "HOME": home, "AGENTRL_PROMPT": prompt}
-            words = harness.words(self._program, values, f"{home}/{harness.script.name}" if harness.script else "")
-            home_files |= {f"{home}/{path}": text for path, text in harness.files(values).items()}
-            if harness.script is not None:
-                home_files[f"{home}/{harness.script.name}"] = harness.script.read_text(encoding="utf-8")
+            words, harness_files = harness.place(self._program, values)
+            home_files |= {f"{home}/{path}": text for path, text in harness_files.items()}
             env = {**self._path(backend), "HOME": home, **harness.env, **env}
         sandbox = await backend.open(name)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import yaml
 
 from agentrl.config.sandbox import SandboxLimits
 from agentrl.core.errors import MissingError
+from agentrl.gateway.harnesses import installed
 from agentrl.gateway.harnesses.installed import find_program, inspect_program, start_words
 
 if TYPE_CHECKING:
@@ -99,6 +101,50 @@ class Harness:
                 "%s: %s is %s; the recipe was tried with %s", setting, program["path"], installed, self.tried,
             )  # fmt: skip
         return installation
+
+    def query(self, program: Program | None = None) -> tuple[str, ...]:
+        """Return the arguments of a Python elsewhere that prints where the program is installed there; see `read_answer`.
+
+        Args:
+            program: None: it is looked for.
+        """
+        source = Path(installed.__file__).read_text(encoding="utf-8")
+        query = {"name": self.command[0], "distribution": self.distribution, "program": program}
+        return "-I", "-c", source, json.dumps(query)
+
+    def read_answer(self, answer: str, setting: str, where: str, *, missing: str = "", faulty: str = "") -> Program:
+        """Return the program that a `query` has found.
+
+        Args:
+            answer: what was printed.
+            setting: the key and value that choose the recipe, for messages.
+            where: it was looked for, for messages.
+            missing: advice if it is not installed, besides how to install it.
+            faulty: advice if it does not start.
+
+        Raises:
+            MissingError: it is not installed, or does not start.
+        """
+        result: tuple[Program, Installation] | None = json.loads(answer)
+        program, installation = result or (None, None)
+        hint = f"{where}. Install it in the image with: {self.install}{missing}"
+        installation = self.check_installation(setting, program, installation, hint)
+        assert program is not None, "it was checked"
+        if installation["fault"]:
+            raise MissingError(f"{setting}: {program['path']} does not start {where}: {installation['fault']}{faulty}")
+        return program
+
+    def place(self, program: Program | None, values: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """Return the words that start the program elsewhere, and the contents of its files there, by their path in its home.
+
+        Args:
+            program: None: there is none any more.
+            values: of the names in words and files, the home among them.
+        """
+        files = self.files(values)
+        if self.script is not None:
+            files[self.script.name] = self.script.read_text(encoding="utf-8")
+        return self.words(program, values, f"{values['HOME']}/{self.script.name}" if self.script else ""), files
 
     def words(self, program: Program | None, values: Mapping[str, str], script: str) -> list[str]:
         """Return the words that start the program.

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken
 
 from agentrl.core.atomic_files import give_default_mode
-from agentrl_tasks.small_policy import run_command, train_bpe, wrap_tokenizer
+from agentrl_tasks.small_policy import marker_bpe, run_command, wrap_tokenizer
 
 from .scene import COLORS, SHAPES
 
@@ -21,8 +21,6 @@ IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 VIEW_PX, PATCH_PX, MERGE = 32, 4, 2
 """Side of a picture and of a patch, and patches of a token on each side: a picture is 16 tokens."""
 _HIDDEN = 128
-_BYTES = 256
-_CONTROL_TOKENS = 3
 SENTENCES = (
     "system\nTools: zoom(box)",
     "user\n",
@@ -104,8 +102,7 @@ def save_policy(folder: Path, seed: int = 0) -> None:
 
 
 def _save_tokenizer(folder: Path) -> Any:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe = train_bpe((), _BYTES + _CONTROL_TOKENS + len(SENTENCES), SENTENCES, byte_level)
+    bpe = marker_bpe(SENTENCES)
     pads = [VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD]
     bpe.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in pads])
     return wrap_tokenizer(folder, bpe, CHAT_TEMPLATE)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import pre_tokenizers
-
-from agentrl_tasks.small_policy import CHAT_TEMPLATE, PolicySize, init_model, run_command, train_bpe, wrap_tokenizer
+from agentrl_tasks.small_policy import PolicySize, run_command, save_marker_policy
 
 from .alphabet_sort import FIRST_TURN, NEW, NEXT_TURN
 from .reverse_text import PROMPT
@@ -17,8 +15,6 @@ from .words import FIRST_NAMES, LAST_NAMES
 
 SIZE = PolicySize(hidden=128, layers=4, heads=4, key_value_heads=2, feed_forward=384)
 """About 0.9M parameters."""
-_BYTES = 256
-_CONTROL_TOKENS = 3
 
 SENTENCES = (
     "system\nTools:",
@@ -66,9 +62,7 @@ SENTENCES = (
 def save_policy(folder: Path, seed: int = 0) -> None:
     """Write the policy into ``folder``, a Hugging Face model."""
     markers = (*SENTENCES, *FIRST_NAMES, *(f" {name}" for name in LAST_NAMES))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe = train_bpe((), _BYTES + _CONTROL_TOKENS + len(markers), markers, byte_level)
-    init_model(folder, wrap_tokenizer(folder, bpe, CHAT_TEMPLATE), seed=seed, size=SIZE)
+    save_marker_policy(folder, markers, seed=seed, size=SIZE)
 
 
 def main() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agentrl.core.atomic_files import give_default_mode
 
-from .tokenizer import VOCABULARY, save_tokenizer
+from .tokenizer import CHAT_TEMPLATE, VOCABULARY, marker_bpe, save_tokenizer, wrap_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ def save_policy(
 ) -> None:
     """Write an untrained policy into ``folder``, a Hugging Face model with the tokenizer of ``texts``."""
     init_model(folder, save_tokenizer(folder, texts, vocabulary), seed=seed, size=size)
+
+
+def save_marker_policy(folder: Path, markers: Sequence[str], *, seed: int, size: PolicySize) -> None:
+    """Write an untrained policy into ``folder``, whose tokenizer is `marker_bpe`."""
+    init_model(folder, wrap_tokenizer(folder, marker_bpe(markers), CHAT_TEMPLATE), seed=seed, size=size)
 
 
 def init_model(folder: Path, tokenizer: Any, *, seed: int = 0, size: PolicySize | None = None) -> None:

@@ -76,6 +76,13 @@ def train_bpe(
     return bpe
 
 
+def marker_bpe(markers: Sequence[str]) -> Tokenizer:
+    """Return a byte-level tokenizer without merges: each of the ``markers`` is one token, and other texts are bytes."""
+    control_tokens = (PAD, START, END)
+    size = len(pre_tokenizers.ByteLevel.alphabet()) + len(control_tokens) + len(markers)
+    return train_bpe((), size, markers, pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
 def save_tokenizer(folder: Path, texts: Iterable[str], vocabulary: int = VOCABULARY) -> Any:
     """Save a `tokenizer` of ``texts`` in the format of Transformers with its chat template, and return it."""
     return wrap_tokenizer(folder, tokenizer(texts, vocabulary), CHAT_TEMPLATE)

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
-
-from agentrl_tasks.small_policy import CHAT_TEMPLATE, PolicySize, init_model, run_command, train_bpe, wrap_tokenizer
+from agentrl_tasks.small_policy import PolicySize, run_command, save_marker_policy
 
 from .demonstrations import FAULTS, Chats
 from .kinds import COLORS, EVENTS, FUNCTIONS, KEYS, NAMES, THINGS
@@ -24,8 +22,6 @@ WORDS = (*COLORS, *THINGS, *NAMES, *KEYS, *EVENTS, "ERROR", "WARNING", "INFO", "
          "age", "data", "input", "store", "files", "health", "state", "ready", "title", "label", "owner", *FUNCTIONS)  # fmt: skip
 """Words by which exercises of a kind differ: one token each, wherever they are."""
 _TURNS = ("system\nTools: bash(command)", "user\n", "assistant\n", "tool\n")
-_BYTES = 256
-_CONTROL_TOKENS = 3
 _CONVERSATIONS = 1000
 _LEAST_COUNT = 4
 _SEED = 9000
@@ -61,9 +57,7 @@ def _text(message: Mapping[str, Any]) -> str:
 def save_policy(folder: Path, seed: int = 0) -> None:
     """Write the policy into ``folder``, a Hugging Face model."""
     markers = (*_TURNS, *WORDS, *sentences(texts()))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe = train_bpe((), _BYTES + _CONTROL_TOKENS + len(markers), markers, byte_level)
-    init_model(folder, wrap_tokenizer(folder, bpe, CHAT_TEMPLATE), seed=seed, size=SIZE)
+    save_marker_policy(folder, markers, seed=seed, size=SIZE)
 
 
 def main() -> None:
