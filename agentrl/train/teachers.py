@@ -292,10 +292,8 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
     teachers = config.algo.distillation.teachers
     if not teachers:
         return None
-    renderer, vocabulary = open_renderer(config, model)
-    opening = [
-        _open(config, name, number, model, logs, exits, renderer, vocabulary) for number, name in enumerate(teachers)
-    ]
+    opener = _TeacherOpener(config, model, logs, exits, *open_renderer(config, model))
+    opening = [opener.open(name, number) for number, name in enumerate(teachers)]
     opened = await asyncio.gather(*opening, return_exceptions=True)
     teacher_by_name: dict[str, Teacher] = {}
     for name, teacher in zip(teachers, opened, strict=True):
@@ -305,55 +303,60 @@ async def open_teachers(config: Config, model: Path, logs: Path, exits: AsyncExi
     return Teachers(config.algo.distillation, teacher_by_name)
 
 
-async def _open(
-    config: Config,
-    name: str,
-    number: int,
-    model: Path,
-    logs: Path,
-    exits: AsyncExitStack,
-    renderer: Renderer,
-    vocabulary: Vocabulary,
-) -> Teacher:
-    """Return teacher ``name``, the run's teacher ``number``; see `open_teachers`."""
-    teacher, sampler = config.algo.distillation.teachers[name], config.sampler
-    privileged = None
-    if teacher.context is not None:
-        key = f"{KEY}.{name}.context"
-        privileged = PrivilegedRows(load_context(teacher.context, key), key, renderer)
-    if teacher.policy is not None:
-        return Teacher(policy=teacher.policy, privileged=privileged)
-    process, url, setting = None, teacher.url, f"{KEY}.{name}.url={teacher.url}"
-    if url is None:
-        assert teacher.path is not None, "the configuration was checked"
-        folder, setting = resolve_model(teacher.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={teacher.path}"
-        launcher = _launcher(config, folder, logs / f"teacher-{name}")
-        process = await launch(partial(launcher.launch, number), f"teacher {name!r}")
-        exits.push_async_callback(asyncio.to_thread, process.stop)
-        url = process.url
-    client = ScoringClient(
-        url,
-        f"teacher {name!r} ({setting})",
-        timeout_s=sampler.request_timeout_s,
-        vocabulary_size=vocabulary.size,
-        image_token_id=vocabulary.image_token_id,
-    )
-    exits.push_async_callback(client.aclose)
-    trusted = config.model.trust_remote_code
-    last_id = max(load_tokenizer(model, trust_remote_code=trusted).get_vocab().values())
-    await check_server(client, setting, model, last_id, config.max_tokens, trust_remote_code=trusted)
-    fault = "" if vocabulary.image_prompt is None else await image_fault(client, setting, vocabulary.image_prompt)
-    return Teacher(client=client, process=process, privileged=privileged, image_fault=fault)
+@dataclass(frozen=True, slots=True)
+class _TeacherOpener:
+    """Opens the teachers of a run; see `open_teachers`."""
 
+    config: Config
+    model: Path
+    """Folder of the policy."""
+    logs: Path
+    exits: AsyncExitStack
+    renderer: Renderer
+    """Of the policy."""
+    vocabulary: Vocabulary
+    """Of the policy."""
 
-def _launcher(config: Config, folder: Path, logs: Path) -> LocalLauncher:
-    """Return what starts an engine with a teacher's model: of the run's kind, with twice the context, for longer prompts."""
-    logs.mkdir(parents=True, exist_ok=True)
-    embedded = config.sampler.embedded
-    longer = embedded.model_copy(update={"context": 2 * embedded.context})
-    sampler = other_model_sampler(config.sampler).model_copy(update={"embedded": longer, "port": 0})
-    spec = EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code)
-    return LocalLauncher(spec, training_engines(config.sampler), training_gpus(config.sampler))
+    async def open(self, name: str, number: int) -> Teacher:
+        """Return the teacher of a name, which is the run's teacher ``number``."""
+        teacher = self.config.algo.distillation.teachers[name]
+        privileged = None
+        if teacher.context is not None:
+            key = f"{KEY}.{name}.context"
+            privileged = PrivilegedRows(load_context(teacher.context, key), key, self.renderer)
+        if teacher.policy is not None:
+            return Teacher(policy=teacher.policy, privileged=privileged)
+        process, url, setting = None, teacher.url, f"{KEY}.{name}.url={teacher.url}"
+        if url is None:
+            assert teacher.path is not None, "the configuration was checked"
+            folder, setting = resolve_model(teacher.path, f"{KEY}.{name}.path"), f"{KEY}.{name}.path={teacher.path}"
+            launcher = self._launcher(folder, self.logs / f"teacher-{name}")
+            process = await launch(partial(launcher.launch, number), f"teacher {name!r}")
+            self.exits.push_async_callback(asyncio.to_thread, process.stop)
+            url = process.url
+        client = ScoringClient(
+            url,
+            f"teacher {name!r} ({setting})",
+            timeout_s=self.config.sampler.request_timeout_s,
+            vocabulary_size=self.vocabulary.size,
+            image_token_id=self.vocabulary.image_token_id,
+        )
+        self.exits.push_async_callback(client.aclose)
+        trusted, prompt = self.config.model.trust_remote_code, self.vocabulary.image_prompt
+        last_id = max(load_tokenizer(self.model, trust_remote_code=trusted).get_vocab().values())
+        await check_server(client, setting, self.model, last_id, self.config.max_tokens, trust_remote_code=trusted)
+        fault = "" if prompt is None else await image_fault(client, setting, prompt)
+        return Teacher(client=client, process=process, privileged=privileged, image_fault=fault)
+
+    def _launcher(self, folder: Path, logs: Path) -> LocalLauncher:
+        """Return what starts an engine with a teacher's model: of the run's kind, with twice the context, for longer prompts."""
+        config = self.config
+        logs.mkdir(parents=True, exist_ok=True)
+        embedded = config.sampler.embedded
+        longer = embedded.model_copy(update={"context": 2 * embedded.context})
+        sampler = other_model_sampler(config.sampler).model_copy(update={"embedded": longer, "port": 0})
+        spec = EngineSpec(sampler, folder, logs, config.run.seed, config.model.trust_remote_code)
+        return LocalLauncher(spec, training_engines(config.sampler), training_gpus(config.sampler))
 
 
 async def check_server(
