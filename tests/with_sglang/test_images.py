@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from agentrl.batch.groups import group_rollouts
+from agentrl.batch.packing import PackOptions
+from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.core.images import PlacedImage
-from agentrl.core.types import Prompt
+from agentrl.core.types import MaskReason, Prompt, Provenance, Rollout, Row, RowKey, StopReason, message_with_images
 from agentrl.inference.launch.processes import EngineProcess, launch_sglang
 from agentrl.models.image_processor import load_image_processor
+from agentrl.runtime.episodes import open_renderer
+from agentrl.testing import FakeLearner
+from agentrl.train.teachers import Scores, open_teachers
 from tests.sglang_images import (
     GREEDY,
     PATCHES,
@@ -59,6 +69,64 @@ def test_five_pictures_over_four_turns(servers: dict[str, Server], family: str) 
     span = prompt.images[0].span
     changed = Prompt(prompt.token_ids, (PlacedImage(span, other), *prompt.images[1:]))
     assert (server.logprobs(changed) - logprobs)[-1].abs().max() > 100 * TOLERANCE, "pixels count"
+
+
+def rollout_of(prompt: Prompt, sampled: Sequence[int], **fields: Any) -> Rollout:
+    """Return a rollout of one row, whose tokens at these positions were sampled."""
+    mask = np.zeros(len(prompt.token_ids), np.uint8)
+    mask[list(sampled)] = 1
+    row = Row(
+        key=RowKey("p", "r"),
+        token_ids=np.array(prompt.token_ids, np.int32),
+        provenance=np.where(mask, Provenance.SAMPLED, Provenance.OBSERVED).astype(np.uint8),
+        mask=mask,
+        mask_reason=np.where(mask, MaskReason.NONE, MaskReason.OBSERVED).astype(np.uint8),
+        logprobs=np.zeros(len(mask), np.float32),
+        versions=mask.astype(np.int32) - 1,
+        requests=mask.astype(np.int32) - 1,
+        request_ids=("q",),
+        images=tuple(placed.span for placed in prompt.images),
+    )
+    images = {placed.span.digest: placed.image for placed in prompt.images}
+    return Rollout("p", "r", [row], 0.0, StopReason.TERMINATED, images=images, **fields)
+
+
+@FAMILY
+def test_a_teacher_scores_rows_with_pictures_as_transformers_does(
+    servers: dict[str, Server], family: str, tmp_path: Path
+) -> None:
+    """One teacher reads the rows, another one a prompt with a hint. The second time SGLang has prefixes in its cache."""
+    server = servers[family]
+    prompt, sampled = play_five_pictures(server, PATCHES[family])
+    positions = [at for at, _ in sampled]
+    message = message_with_images("user", prompt.images[0].image, "How many?")
+    rollout = rollout_of(prompt, positions, messages=(message,))
+    changes = [f"algo.distillation.teachers.{name}.url={server.url}" for name in ("plain", "hinted")]
+    changes += ["algo.distillation.teachers.hinted.context=Seven? {message}", "rollout.max_tokens=2000"]
+    config = load_config(None, [*changes, "algo.distillation.reward_coef=0"])
+
+    async def score() -> list[dict[str, Scores]]:
+        async with AsyncExitStack() as exits:
+            teachers = await open_teachers(config, server.folder, tmp_path, exits)
+            assert teachers is not None
+            return [await teachers.score(group_rollouts([rollout]), FakeLearner(), PackOptions(4096)) for _ in range(2)]
+
+    renderer, _ = open_renderer(config, server.folder)
+    other_prompt = renderer.render((replace(message, content=f"Seven? {message.content}"),))
+    shift = len(other_prompt.token_ids) - positions[0]
+    placed = [*other_prompt.images]
+    placed += [
+        PlacedImage(replace(image.span, start=image.span.start + shift), image.image)
+        for image in prompt.images
+        if image.span.start > positions[0]
+    ]
+    hinted = Prompt((*other_prompt.token_ids, *prompt.token_ids[positions[0] :]), tuple(placed))
+    cases = {"plain": (prompt, 0), "hinted": (hinted, shift)}
+    logprobs = {name: server.logprobs(case_prompt) for name, (case_prompt, _) in cases.items()}
+    for scores in asyncio.run(score()):
+        for name, (_, offset) in cases.items():
+            expected = [float(logprobs[name][at + offset - 1, prompt.token_ids[at]]) for at in positions]
+            np.testing.assert_allclose(scores[name][RowKey("p", "r")][positions], expected, atol=TOLERANCE)
 
 
 @FAMILY

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import msgspec
@@ -46,6 +47,8 @@ class ScoringClient:
         self._name = name
         self._vocabulary_size = vocabulary_size
         self._image_token_id = image_token_id
+        # Several teachers, and several runs, may score at one server, which refuses the id of a request in progress.
+        self._id_prefix = f"score-{uuid4().hex[:12]}"
         self._numbers = itertools.count()
         self._running = asyncio.Semaphore(MAX_RUNNING)
 
@@ -72,7 +75,9 @@ class ScoringClient:
             EngineError: the server cannot be reached, refuses, or its reply is not one.
             ConfigError: its tokens of images are not those of the prompt, or the policy takes no images.
         """
-        body = score_body([int(token) for token in token_ids], start, f"score-{next(self._numbers)}", adapter)
+        body = score_body(
+            [int(token) for token in token_ids], start, f"{self._id_prefix}-{next(self._numbers)}", adapter
+        )
         sent_body = with_images(body, images, self._image_token_id, body["rid"])
         async with self._running:
             return await self._send(body, sent_body, self._image_token_id if images else None)
@@ -81,11 +86,13 @@ class ScoringClient:
         self, body: Mapping[str, object], sent_body: Mapping[str, object], image_token_id: int | None
     ) -> NDArray[np.float32]:
         for attempt in itertools.count(1):
+            # The server may not have noticed yet that the connection of an earlier attempt is lost.
+            attempt_id = {"rid": f"{body['rid']}-{attempt}"}
             try:
                 with waiting("scores", f"of {self._name}", self._http.url):
-                    async with self._http.request("POST", "/generate", sent_body) as reply:
+                    async with self._http.request("POST", "/generate", {**sent_body, **attempt_id}) as reply:
                         content = await reply.read()
-                scores = read_scores(content, body, self._vocabulary_size, image_token_id)
+                scores = read_scores(content, {**body, **attempt_id}, self._vocabulary_size, image_token_id)
                 return np.array(scores, np.float32)
             except SamplerError as error:
                 raise EngineError(f"{self._name}, {self._http.url}: {error}") from error

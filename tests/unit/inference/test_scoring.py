@@ -101,20 +101,22 @@ def test_numbers_that_are_not_finite_are_refused(number: bytes) -> None:
 
 
 class Server:
-    """Answers in turn with these; an exception is raised."""
+    """Answers in turn with these; an exception is raised, and a reply to `SENT` is one to the request."""
 
     url = "http://teacher"
 
     def __init__(self, *answers: Any) -> None:
         self.answers: Iterator[Any] = iter(answers)
-        self.requests = 0
+        self.ids: list[str] = []
 
     def request(self, method: str, path: str, body: Any) -> Any:
         async def answer() -> Any:
-            self.requests += 1
+            self.ids.append(body["rid"])
             answer = next(self.answers)
             if isinstance(answer, Exception):
                 raise answer
+            if answer["meta_info"]["id"] == SENT:
+                return {**answer, "meta_info": {**answer["meta_info"], "id": body["rid"]}}
             return answer
 
         return replying(answer())
@@ -131,13 +133,18 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scoring, "_BACKOFF_S", 0.0)
 
 
-GOOD = {**REPLY, "meta_info": {**META, "id": "score-0"}}
+SENT = "the id that was sent"
+GOOD = {**REPLY, "meta_info": {**META, "id": SENT}}
 
 
 def test_a_failure_of_the_server_is_tried_again() -> None:
     actual, server = scored(ErrorReply(503, "starting"), aiohttp.ClientPayloadError(), GOOD)
     np.testing.assert_array_equal(actual, np.array([-0.5, -1.5], np.float32))
-    assert server.requests == 3
+    assert len(set(server.ids)) == 3, "a server refuses the id of a request that it has not ended yet"
+
+
+def test_clients_of_one_server_have_different_ids() -> None:
+    assert len({request_id for _ in range(3) for request_id in scored(GOOD)[1].ids}) == 3
 
 
 @pytest.mark.parametrize(
@@ -148,7 +155,7 @@ def test_a_failure_of_the_server_is_tried_again() -> None:
         ([TimeoutError()], "does not answer"),
         ([aiohttp.ClientConnectionError()], "does not answer"),
         ([aiohttp.ClientPayloadError()] * 3, "does not answer"),
-        ([REPLY], "teacher 'a' .key., http://teacher: the reply to score-0 is to 's-0'"),
+        ([REPLY], "teacher 'a' .key., http://teacher: the reply to score-[0-9a-f]*-0-1 is to 's-0'"),
     ],
 )
 def test_a_teacher_that_is_down_or_answers_nonsense_is_named_with_its_key(answers: list[Any], words: str) -> None:
