@@ -356,10 +356,12 @@ def _end(pids: Sequence[int]) -> None:
 
 def _preload(modules: Sequence[str]) -> None:
     if modules and modules[-1] not in sys.modules:
+        gc.disable()  # what is imported stays, and would be looked through a hundred times
         for name in modules:
             importlib.import_module(name)
         gc.collect()
         gc.freeze()
+        gc.enable()
 
 
 def _become(request: Request) -> int:

@@ -67,7 +67,6 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         validate_assignment=True,
-        use_attribute_docstrings=True,
         serialize_by_alias=True,
         allow_inf_nan=False,
     )
