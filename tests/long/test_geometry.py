@@ -1,10 +1,13 @@
 """The job of pictures at full size: a small policy learns to answer questions about them, and nothing where they are shuffled."""
 
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 from shared_runs import agentrl, metrics
@@ -42,6 +45,25 @@ def test_learns_to_see_and_zoom_in_ten_minutes(tmp_path: Path) -> None:
     assert gain("geometry", rows) >= 0.4
     assert seconds <= MINUTES * 60
     assert used[50] <= used[10] + GROWTH_GIB
+
+
+def test_ppo_learns_with_a_critic_that_sees(tmp_path: Path) -> None:
+    """A run that was resumed in the middle has the weights of one that was not, of the critic too."""
+    ppo = ("algo.advantage.name=gae", "train.steps=40", "train.save_every=20")
+    rows, seconds = train(tmp_path, *ppo)
+    print(f"{seconds / 60:.1f} minutes, explained variance {rows[-2]['train/value_explained_variance']:.3f}")
+    assert gain("PPO", rows) >= 0.25
+    shutil.copytree(tmp_path / "run", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_000040")
+    done = agentrl("train", "--resume", "run.dir=resumed", cwd=tmp_path, timeout=1800, forks=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for model in ("model", "critic/model"):
+        whole, resumed = (
+            load_file(tmp_path / run / "checkpoints" / "step_000040" / model / "model.safetensors")
+            for run in ("run", "resumed")
+        )
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_nothing_is_learned_of_shuffled_pictures(tmp_path: Path) -> None:
