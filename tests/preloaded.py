@@ -359,7 +359,6 @@ def _preload(modules: Sequence[str]) -> None:
         gc.disable()  # what is imported stays, and would be looked through a hundred times
         for name in modules:
             importlib.import_module(name)
-        gc.collect()
         gc.freeze()
         gc.enable()
 

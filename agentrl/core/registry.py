@@ -224,8 +224,12 @@ def _registered_object(group: str, name: str, kind: str, key: str) -> Any:
 
 @cache
 def _entry_points(group: str) -> dict[str, EntryPoint]:
-    """Cached: reading the metadata of all packages takes milliseconds, and an environment is made every episode."""
-    return {point.name: point for point in entry_points(group=group)}
+    """Cached, as an environment is made every episode."""
+    return {point.name: point for point in _all_entry_points().select(group=group)}
+
+
+_all_entry_points = cache(entry_points)
+"""Read once for all groups: 30 milliseconds for an environment of 250 packages, however few of them are selected."""
 
 
 def plugin_class(group: str, name: str, kind: str, key: str, base: type[P], own: Mapping[str, type[P]]) -> type[P]:

@@ -126,12 +126,15 @@ def test_the_code_of_a_plugin_is_its_version_or_its_sources(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coins\nVersion: 2.5\n")
     (info / "entry_points.txt").write_text(f"[{ENVS}]\ncoins = coins_package.env:Coins\n")
     monkeypatch.syspath_prepend(root)
-    registry._entry_points.cache_clear()
+    caches = (registry._entry_points, registry._all_entry_points)
+    for cached_function in caches:
+        cached_function.cache_clear()
     try:
         version, files = plugin_code(ENVS, "coins")
         keys = recorded_keys(validate({"env": {"name": "coins"}}))
     finally:
-        registry._entry_points.cache_clear()
+        for cached_function in caches:
+            cached_function.cache_clear()
     assert version == keys["code of env.name"] == "coins 2.5"
     expected = ["__init__.py", "env.py"] if site == "sources" else []
     assert [file.name for file in files] == expected
