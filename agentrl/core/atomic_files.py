@@ -59,11 +59,15 @@ def publish(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which replaces the file ``path`` when the block ends without an error, and else is removed."""
+    """Yield a path to write to, which replaces the file ``path`` when the block ends without an error, and else is removed.
+
+    Its content is on the disk before: after a failure of the machine ``path`` is the old file or the new one as a whole.
+    """
     partial = partial_path(path)
     try:
         with names_file(path):
             yield partial
+            _sync(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)

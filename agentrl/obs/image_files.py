@@ -51,7 +51,8 @@ class ImageFiles:
             if image.digest in self._written:
                 continue
             path = self._folder / image_name(image)
-            if not path.exists() or path.stat().st_size != len(image.data):
+            # A machine that failed may have left a file of the right size without its content.
+            if not path.exists() or path.read_bytes() != image.data:
                 self._folder.mkdir(exist_ok=True)
                 # Of its own for each writer: an evaluation may write the same image at the same time.
                 partial = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")

@@ -114,8 +114,16 @@ class KeptChild(ChildProcess):
         module = [sys.executable, "-m", "agentrl.inference.launch.keeper", str(folder), str(child.log), *command]
         # Processes with a variable of Ray are ended with the Ray of the run.
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | dict(env)
-        with log.open("ab") as output:
-            subprocess.run(module, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
+        with log.open("ab") as output, contextlib.suppress(subprocess.TimeoutExpired):  # it is checked below
+            subprocess.run(
+                module,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                check=False,
+                timeout=_KEEPER_S,
+            )
         deadline = time.monotonic() + _KEEPER_S
         while not (folder / PID).exists():
             if time.monotonic() > deadline or (folder / EXIT).exists():

@@ -286,8 +286,6 @@ class Journal:
         ]
         with write_atomically(self._file(position)) as partial, partial.open("wb") as file:
             file.write(b"".join(records))
-            file.flush()
-            os.fsync(file.fileno())
         return range(len(rollouts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,3 +76,22 @@ def test_a_file_that_cannot_be_replaced_stays_and_is_named(tmp_path: Path) -> No
     assert error.value.filename == str(path)
     assert path.read_text() == "old"
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, events = tmp_path / "file", list[str]()
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(handle: int) -> None:
+        events.append(f"fsync {os.readlink(f'/proc/self/fd/{handle}')}")
+        fsync(handle)
+
+    def record_replace(source: Path, target: Path) -> None:
+        events.append(f"replace {source}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    with write_atomically(path) as partial:
+        partial.write_text("new")
+    assert events == [f"fsync {partial}", f"replace {partial}"]

@@ -16,6 +16,7 @@ from deadlines import until, wait_for_exit, wait_until
 from agentrl.cli.main import main
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
+from agentrl.inference.launch import kept_engines
 from agentrl.inference.launch.kept_engines import (
     UNTIL,
     KeptChild,
@@ -203,3 +204,13 @@ def test_the_command_lists_and_ends_them(spec: EngineSpec, capsys: pytest.Captur
     assert main(["engines", "--end"]) == 0
     assert f"{engine.url} has ended" in capsys.readouterr().out
     wait_for_exit(engine_pid)
+
+
+def test_a_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(kept_engines, "_KEEPER_S", 0.1)
+    monkeypatch.setattr(kept_engines.sys, "executable", str(python))
+    with pytest.raises(EngineError, match="the engine does not start"):
+        KeptChild.start_kept(1.0, ["true"], log=tmp_path / "log", name="the engine", env={}, error=EngineError)
