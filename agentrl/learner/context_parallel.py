@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -188,9 +189,14 @@ class Context:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
 
-def join_context(size: int) -> Context | None:
-    """Return the context of this rank, with ``size`` adjacent ranks; None for one. Collective over all ranks."""
+def join_context(size: int, timeout_s: float) -> Context | None:
+    """Return the context of this rank, with ``size`` adjacent ranks; None for one. Collective over all ranks.
+
+    Args:
+        size: of the context.
+        timeout_s: time limit of what the ranks compute together.
+    """
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(size)  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
     return Context(group.group_name, size, dist.get_rank(group))

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import preloaded
 
 _ROOT = Path(__file__).parents[2]
+STEP_TIMEOUT_S = 600.0
+"""``learner.step_timeout_s`` of tests that look at the limits of groups; torch's own is 1,800 s."""
+
+
+def check_timeouts() -> None:
+    """Check that all groups of this rank have the limit ``learner.step_timeout_s``, if that is `STEP_TIMEOUT_S`.
+
+    That of all ranks, which the test makes, and those of commands are left out.
+    """
+    import torch
+    import torch.distributed as dist
+
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    limits = [(group.group_desc, group._get_backend(torch.device("cpu")).options._timeout) for group in groups]
+    expected = (timedelta(seconds=STEP_TIMEOUT_S), timedelta(days=1))
+    assert [(name, str(limit)) for name, limit in limits if limit not in expected] == []
 
 
 def run_ranks(target: str, folder: Path, count: int, *, timeout_s: float) -> None:

@@ -138,7 +138,7 @@ def _load(
             f"learner.context_parallel={config.context_parallel}: layers of {type(model.hf).__name__} ({key}={folder}) that "
             "are not attention need all tokens of a row on one rank; set learner.context_parallel=1"
         )
-    model.context = context or join_context(config.context_parallel)
+    model.context = context or join_context(config.context_parallel, config.step_timeout_s)
 
 
 def _fill(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ class FsdpRank(BackendRank):
         self.data_parallel_rank = dist.get_rank() // config.context_parallel
         mesh = make_mesh(device.type, config)
         self._cpu_mesh = mesh if device.type == "cpu" else make_mesh("cpu", config)
-        self.writers = dist.new_group(backend="gloo")
+        self.writers = dist.new_group(timeout=timedelta(seconds=config.step_timeout_s), backend="gloo")
         load = load_critic if options.role == "critic" else load_policy
         self.model: PackedModel = load(self.model_folder, config, device, mesh)
         self.model.replays_routing = options.replays_routing

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -50,10 +52,14 @@ def make_mesh(device_type: str, config: LearnerConfig) -> RankMesh | None:
         shards = init_device_mesh(device_type, (ranks,), mesh_dim_names=(_SHARD,))
     else:
         shards = init_device_mesh(device_type, (replicas, ranks // replicas), mesh_dim_names=(_REPLICA, _SHARD))
-    if experts == 1:
-        return RankMesh(shards, None)
-    sizes = (ranks // replicas // experts, experts)
-    return RankMesh(shards, shards._unflatten(shards.ndim - 1, sizes, (_COLUMN, _EXPERT)))
+    expert_mesh: DeviceMesh | None = None
+    if experts > 1:
+        sizes = (ranks // replicas // experts, experts)
+        expert_mesh = shards._unflatten(shards.ndim - 1, sizes, (_COLUMN, _EXPERT))
+    for mesh in filter(None, (shards, expert_mesh)):
+        for group in mesh.get_all_groups():  # torch's own limit is ten minutes with NCCL
+            _set_pg_timeout(timedelta(seconds=config.step_timeout_s), group)
+    return RankMesh(shards, expert_mesh)
 
 
 def shard_mesh(weight: DTensor) -> DeviceMesh:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from agentrl.core.errors import ConfigError
@@ -120,15 +122,20 @@ class Layout:
                 f"or give the stages their layers with {_KEY}.{UNEVEN_STAGES[0]}",
             )
 
-    def start(self, seed: int) -> None:
+    def start(self, seed: int, timeout_s: float = 1800.0) -> None:
         """Create the process groups of this layout, and seed the random states of Megatron-Core. Collective.
 
         Args:
             seed: the same on all ranks.
+            timeout_s: time limit of what the ranks of a group compute together.
         """
         from megatron.core import parallel_state, tensor_parallel
+        from torch.distributed.distributed_c10d import _set_pg_timeout
 
-        parallel_state.initialize_model_parallel(**{name: getattr(self, name) for name in self.__slots__})
+        sizes = {name: getattr(self, name) for name in self.__slots__}
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=math.ceil(timeout_s / 60))
+        # Megatron-Core gives this group no limit of its own.
+        _set_pg_timeout(timedelta(seconds=timeout_s), parallel_state.get_expert_data_parallel_group_gloo())
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 

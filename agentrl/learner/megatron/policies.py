@@ -247,11 +247,17 @@ class LoadedModel:
         return [tensor for chunk in self.model.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
 
 
-def start_groups(options: Mapping[str, Any], seed: int) -> None:
-    """Prepare Megatron-Core, and create the process groups of the layout in ``options``, if there are none. Collective."""
+def start_groups(options: Mapping[str, Any], seed: int, timeout_s: float) -> None:
+    """Prepare Megatron-Core, and create the process groups of the layout in ``options``, if there are none. Collective.
+
+    Args:
+        options: of `learner_options`.
+        seed: see `Layout.start`.
+        timeout_s: see `Layout.start`.
+    """
     apply_fixes()
     if not parallel_state.model_parallel_is_initialized():
-        Layout.from_options(options).start(seed)
+        Layout.from_options(options).start(seed, timeout_s)
 
 
 def load_trained(

@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class MegatronRank(BackendRank):
         self.step = 0
         megatron = learner_options(config)
         with self.computing():
-            start_groups(megatron, options.seed)
+            start_groups(megatron, options.seed, config.step_timeout_s)
             self.trained, self.training = load_trained(self.model_folder, config, megatron, device, options.role)
             self.trained.pipeline.replays_routing = options.replays_routing
             self.reference_changed = False
@@ -89,8 +90,9 @@ class MegatronRank(BackendRank):
         self._groups = GatherGroups.model_parallel()
         self._data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         """Ranks that together have each token of a batch once."""
-        self._all_ranks = dist.new_group(backend="gloo")
-        self.writers = dist.new_group(backend="gloo")
+        timeout = timedelta(seconds=config.step_timeout_s)
+        self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
+        self.writers = dist.new_group(timeout=timeout, backend="gloo")
         """Of the threads that write checkpoints."""
 
     @override
@@ -219,7 +221,7 @@ class MegatronRank(BackendRank):
 
     @cached_property
     def _parts(self) -> list[RankPart]:
-        return rank_parts(self.trained.weights)
+        return rank_parts(self.trained.weights, self.config.step_timeout_s)
 
     def streams(self) -> Sequence[StreamSource]:
         """See `StreamedWeights.streams`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -38,8 +39,13 @@ class RankPart:
     """In which they are gathered."""
 
 
-def rank_parts(weights: ModelWeights) -> list[RankPart]:
-    """Return the parts of the weights that this rank gathers with others; none on ranks with copies. Collective."""
+def rank_parts(weights: ModelWeights, timeout_s: float) -> list[RankPart]:
+    """Return the parts of the weights that this rank gathers with others; none on ranks with copies. Collective.
+
+    Args:
+        weights: of the model.
+        timeout_s: time limit of a gather.
+    """
     names, parts = weights.names_on_rank(), dict[tuple[int, ...], frozenset[str]]()
     layers = experts = parallel_state.get_tensor_model_parallel_group()
 
@@ -51,7 +57,7 @@ def rank_parts(weights: ModelWeights) -> list[RankPart]:
     if not parallel_state.get_data_parallel_rank(with_context_parallel=True):
         add(names - weights.expert_names, layers)
     if weights.expert_names:
-        experts = _expert_group(is_stacked=weights.model.family.stacked is not None)
+        experts = _expert_group(timeout_s, is_stacked=weights.model.family.stacked is not None)
         if not parallel_state.get_expert_data_parallel_rank():
             add(names & weights.expert_names, experts)
     groups = GatherGroups(layers, experts)
@@ -67,7 +73,7 @@ def senders_per_stage(stages: int, expert_ranks: int) -> int:
     )
 
 
-def _expert_group(*, is_stacked: bool) -> dist.ProcessGroup:
+def _expert_group(timeout_s: float, *, is_stacked: bool) -> dist.ProcessGroup:
     """Return the group in which this rank's experts are gathered: so many expert-parallel ranks that senders are few."""
     stage: dist.ProcessGroup = parallel_state.get_expert_tensor_and_model_parallel_group()
     stages, expert_ranks = (
@@ -83,7 +89,9 @@ def _expert_group(*, is_stacked: bool) -> dist.ProcessGroup:
         return group
     ranks, size = dist.get_process_group_ranks(stage), stage.size() // senders
     first = dist.get_rank(stage) // size * size
-    [group] = make_groups([tuple(ranks[first : first + size])], lambda ranks: dist.new_group(list(ranks))).values()
+    timeout = timedelta(seconds=timeout_s)
+    gathered = tuple(ranks[first : first + size])
+    [group] = make_groups([gathered], lambda ranks: dist.new_group(list(ranks), timeout)).values()
     return group
 
 

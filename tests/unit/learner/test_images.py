@@ -24,7 +24,7 @@ from agentrl.learner.fsdp.rank import FsdpRank
 from agentrl.learner.in_process import LocalCritic, LocalLearnerGroup
 from tests.algo_config import make_algo
 from tests.batches import pack_rows
-from tests.integration.rank_processes import run_ranks
+from tests.integration.rank_processes import STEP_TIMEOUT_S, check_timeouts, run_ranks
 from tests.integration.two_ranks import batch_of_share
 from tests.unit.learner.image_rows import (
     IMAGES,
@@ -134,10 +134,12 @@ def sharded_rank() -> int:
     dist.init_process_group("gloo", store=dist.FileStore(str(path / "store"), ranks), rank=number, world_size=ranks)
     results = {}
     for case, (family, options, batches) in cases.items():
+        options = {**options, "step_timeout_s": STEP_TIMEOUT_S}
         config = LearnerConfig(precision="float32", device="cpu", threads=1, ranks=ranks, **options)
         role: Role = "critic" if case == CRITIC else "policy"
         model = path / (CRITIC if case == CRITIC else family)
         rank = FsdpRank(RankOptions(model, config, algo_of_case(case), torch.device("cpu"), seed=0, role=role))
+        check_timeouts()
         for index, whole in enumerate(batches):
             rank_batch = batch_of_share(whole, rank.data_parallel_rank)
             by_name: dict[str, torch.Tensor] = {}

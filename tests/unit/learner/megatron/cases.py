@@ -310,7 +310,7 @@ def _computed(folder: Path, options: dict[str, Any]) -> tuple[list[str], torch.T
 def _wrong_parts(weights: ModelWeights, files: dict[str, torch.Tensor]) -> list[str]:
     """Gather what each sender sends; return the weights that differ from the files, or do not come from one sender."""
     wrong, sent = [], []
-    for part in rank_parts(weights):
+    for part in rank_parts(weights, 600.0):
         into = [(name, torch.full(files[name].shape, 7.0)) for name in sorted(part.names)]
         weights.gather(into, part.groups)
         if part.ranks[0] == dist.get_rank():
@@ -339,7 +339,7 @@ def few_senders(folder: Path) -> list[str]:
     load_weights(weights, folder / "qwen3_moe")
     most, megatron_senders.MOST_SENDERS = megatron_senders.MOST_SENDERS, 3
     try:
-        streams = [part.ranks for part in rank_parts(weights)]
+        streams = [part.ranks for part in rank_parts(weights, 600.0)]
         wrong = _wrong_parts(weights, load_file(folder / "qwen3_moe" / "model.safetensors"))
     finally:
         megatron_senders.MOST_SENDERS = most
@@ -360,7 +360,7 @@ def senders(folder: Path) -> dict[str, Any]:
     built = build_model(folder / "deepseek_v3", options, device=CPU, dtype=torch.float32)
     weights = ModelWeights(built)
     load_weights(weights, folder / "deepseek_v3")
-    parts = rank_parts(weights)
+    parts = rank_parts(weights, 600.0)
     groups = make_groups([part.ranks for part in parts if len(part.ranks) > 1], CommandGroup)
     sizes = [*sorted({total_bytes(spec) for spec in weights.specs()})[::3], 1 << 30]
     results: dict[str, Any] = {"streams": [part.ranks for part in parts], "wrong": [], "sent": {}}

@@ -20,6 +20,7 @@ from agentrl.config.load import validate
 from agentrl.core.types import Row, RowKey
 from agentrl.learner.base import RankOptions
 from tests.batches import pack_rows
+from tests.integration.rank_processes import STEP_TIMEOUT_S, check_timeouts
 from tests.supports import add_support
 from tests.unit.learner.learners import VOCAB, make_rows
 from tests.unit.learner.megatron.models import EP, PP, SP, TP, VPP
@@ -95,7 +96,7 @@ def learner_config(backend: str, options: dict[str, Any] | None = None, ranks: i
     optimizer = OptimizerConfig(lr=1e-3, max_grad_norm=5.0)
     return LearnerConfig(
         backend=backend, ranks=ranks, device="cpu", threads=1, precision="float32", optimizer=optimizer,
-        megatron=options or {}, logits_chunk=16,
+        megatron=options or {}, logits_chunk=16, step_timeout_s=STEP_TIMEOUT_S,
     )  # fmt: skip
 
 
@@ -193,7 +194,9 @@ def compute(policy: Any, critic: Any, shares: int, algos: Sequence[str]) -> Foun
 def make_rank(folder: Path, cls: Any, config: LearnerConfig) -> Any:
     """Make a rank with a reference."""
     algo, reference = algo_of("grpo"), folder.parent / "reference"
-    return cls(RankOptions(folder, config, algo, torch.device("cpu"), seed=0, reference=reference))
+    rank = cls(RankOptions(folder, config, algo, torch.device("cpu"), seed=0, reference=reference))
+    check_timeouts()
+    return rank
 
 
 def make_critic(folder: Path, cls: Any, config: LearnerConfig) -> Any:
