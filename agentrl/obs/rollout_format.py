@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from agentrl.config.secret_values import hide_secrets
 from agentrl.core.images import Image, ImageSpan
 from agentrl.core.sampling_support import decode_support, encode_support
 from agentrl.core.types import (
@@ -117,7 +118,8 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         "prompt": rollout.prompt,
         "label": json_state(rollout.label),
         "turns": [turn_to_dict(turn) for turn in rollout.turns],
-        "failure": failure and {"kind": failure.kind.value, "error": failure.error, "message": failure.message},
+        "failure": failure
+        and {"kind": failure.kind.value, "error": failure.error, "message": hide_secrets(failure.message)},
         "dropped": rollout.dropped,
         "seconds": rollout.seconds,
         "tool_seconds": rollout.tool_seconds,

@@ -210,3 +210,10 @@ def test_an_evaluations_rollouts_are_no_step(tmp_path, form):
     assert path.name == f"eval_000003.{form}"
     assert [actual_rollout.rollout_id for actual_rollout in read_rollouts(path)] == ["r1"]
     assert recorded_ids(tmp_path) == ["r0"]
+
+
+def test_a_failure_is_written_without_the_password_of_an_address():
+    message = "the engine at http://bob:hunter2pass@host:1 does not answer"
+    written = rollout_to_dict(rollout(failure=Failure(FailureKind.SAMPLER, "SamplerError", message)))
+    assert "hunter2pass" not in orjson.dumps(written["failure"]).decode()
+    assert written["failure"]["message"].endswith("@host:1 does not answer")
