@@ -115,7 +115,7 @@ class WeightsConfig(Section):
     """Weight sync from the learner to the engines."""
 
     transport: str = "tensor"
-    """``tensor``: in the HTTP request; ``delta``: likewise, but only what has changed since the last sync; ``disk``: through a
+    """``tensor``: by HTTP; ``delta``: likewise, but only what has changed since the last sync; ``disk``: through a
     folder that both can read; ``distributed``: broadcast from ranks of the learner in ``torch.distributed`` groups with the
     engines, NCCL on separate GPUs or gloo on a CPU; ``ipc``: CUDA IPC on the GPUs that engines share with the learner
     (``placement.mode=colocate``, or ``separate`` on a machine with one GPU, which all of them use). For ``delta`` the ranks

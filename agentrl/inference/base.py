@@ -12,7 +12,7 @@ from agentrl.distributed.base import TensorSpec, WeightGroup
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import RankEntries
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import EncodedBucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class WeightUpdates(Protocol):
         """
         ...
 
-    async def from_changes(self, changes: RankEntries, version: int, *, last: bool, ranks: int = 1) -> None:
-        """Load one bucket of changes, as `agentrl.distributed.sglang_loader.agentrl_weight_loaders.serialize` returns them.
+    async def from_changes(self, changes: EncodedBucket, version: int, *, last: bool, ranks: int = 1) -> None:
+        """Load one bucket of changes, as `agentrl.distributed.sglang_loader.agentrl_weight_loaders.encode_changes` returns them.
 
         Otherwise like `from_tensors`. An engine that has other weights than they are changes to refuses them, or ends.
         """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from agentrl.distributed.base import TensorSpec, WeightGroup
     from agentrl.distributed.broadcast_group import BroadcastGroup
-    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import RankEntries
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import EncodedBucket
     from agentrl.inference.base import LoraAdapter, MemoryTag
 
 _JOIN_S = 10.0
@@ -75,7 +75,7 @@ class FakeWeightUpdates:
         self.handles = list(handles)
         await self.from_tensors(read_bucket(handles), version, last=last)
 
-    async def from_changes(self, changes: RankEntries, version: int, *, last: bool, ranks: int = 1) -> None:
+    async def from_changes(self, changes: EncodedBucket, version: int, *, last: bool, ranks: int = 1) -> None:
         """Apply changes to the weights; raises `WeightChangesError` if they are to others."""
         import torch
 

@@ -1,4 +1,4 @@
-"""Transports that send one bucket at a time: their base class, by value in the body of HTTP requests, and by CUDA IPC."""
+"""Transports that send one bucket at a time: their base class, by value over HTTP, and by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ class BucketwiseSync(Transport):
 class TensorSync(BucketwiseSync):
     """Transfers weights by value, which works between any two processes.
 
-    A bucket goes to an engine once: its first tensor-parallel rank broadcasts it to the others. Engines that the run has not
-    started may lack the loader for that; they get it once for each of these ranks.
+    A bucket goes to an engine once: its first tensor-parallel rank fetches it, and broadcasts it to the others. Engines that do
+    not reach this machine get it in the body of a request. Engines that the run has not started may lack the loaders; they get
+    it so once for each of these ranks.
     """
 
     engine_options = {"custom_weight_loader": [*LOADERS]}  # noqa: RUF012 - as declared by the base class

@@ -1,4 +1,4 @@
-"""Weight sync by changes: only what differs from the last sync is sent, in the body of HTTP requests."""
+"""Weight sync by changes: only what differs from the last sync is sent, to engines with agentrl's weight loader."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing_extensions import override
 
 from agentrl.config.schema import Config
 from agentrl.distributed.sglang_loader import LOADERS
-from agentrl.distributed.sglang_loader.agentrl_weight_loaders import Changes, RankEntries, encode, serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import (
+    Changes,
+    EncodedBucket,
+    encode,
+    encode_changes,
+)
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
 from agentrl.weight_sync.base import SyncedWeights, TransportOptions
 from agentrl.weight_sync.bucketwise import BucketwiseSync
 from agentrl.weight_sync.engines import call_all
-
-_NOTHING = RankEntries("", "")
 
 
 class DeltaSync(BucketwiseSync):
@@ -99,24 +102,27 @@ class DeltaSync(BucketwiseSync):
     async def _transfer(
         self, learner: LearnerGroup, engines: Sequence[EngineControl], bucket: WeightBucket, version: int, number: int
     ) -> None:
-        def entries(changes: Changes, base: str | None) -> RankEntries:
-            return serialize(changes, base=base, held=self._new, number=number - 1, last=bucket.last)
+        def encode_bucket(changes: Changes, base: str | None) -> EncodedBucket:
+            return encode_changes(changes, base=base, held=self._new, number=number - 1, last=bucket.last)
 
-        changed, everything, sizes = _NOTHING, _NOTHING, [0]
+        changed: EncodedBucket | None = None
+        everything: EncodedBucket | None = None
+        sizes = [0]
         if self._new != self._base:
             changes = await asyncio.to_thread(bucket.changes, self._base, self._new)
-            changed = await asyncio.to_thread(entries, changes, self._base)
+            changed = await asyncio.to_thread(encode_bucket, changes, self._base)
             sizes.append(len(changes.payload))
         if self._base is None:
             everything = changed
         elif self._wants_all:
             changes = await asyncio.to_thread(lambda: _encode_all(bucket.tensors()))
-            everything = await asyncio.to_thread(entries, changes, None)
+            everything = await asyncio.to_thread(encode_bucket, changes, None)
             sizes.append(len(changes.payload))
         self._bytes += max(sizes)
 
         async def send(engine: EngineControl) -> None:
             changes = everything if engine in self._wants_all else changed
+            assert changes is not None, "an engine that wants all weights makes the bucket of all"
             await engine.updates.from_changes(changes, version, last=bucket.last, ranks=await engine.groups.ranks())
 
         await call_all(engines, f"changes of version {version}, bucket {number}", send)

@@ -26,10 +26,11 @@ pytestmark = pytest.mark.sglang
 
 PARENT = """
 import pathlib, sys
-from agentrl.distributed.sglang_loader import LOADER
+from agentrl.distributed.sglang_loader import LOADERS
 from agentrl.inference.launch.processes import launch_sglang
 python, folder, log = map(pathlib.Path, sys.argv[1:])
-engine = launch_sglang(folder, log=log, options={"device": "cpu", "custom_weight_loader": [LOADER]}, python=python, timeout_s=200)
+options = {"device": "cpu", "custom_weight_loader": [*LOADERS]}
+engine = launch_sglang(folder, log=log, options=options, python=python, timeout_s=200)
 print(engine.url, engine.child.pid, flush=True)
 sys.stdin.read()
 engine.stop()

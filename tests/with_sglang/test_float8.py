@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from agentrl.distributed.flat_bucket import serialize_tensors
 from agentrl.distributed.sglang_loader import FOLDER
-from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import encode_changes
 from agentrl.inference.launch.cpu_sglang import environment
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.engine_float8 import DTYPE, QUANTIZATION, EngineFloat8, engine_overrides, read_engine_float8
@@ -121,7 +121,7 @@ def write_case(folder: Path, family: str) -> None:
             }
         for number, bucket in enumerate(learner.buckets(1 << 16, DTYPE)):
             changes = bucket.changes(base, version)
-            lines.append(serialize(changes, base=base, held=version, number=number, last=bucket.last).first)
+            lines.append(encode_changes(changes, base=base, held=version, number=number, last=bucket.last).first)
     (folder / "changes").write_text("\n".join(lines))
     write_float8(plain, folder / "changed", changing, quantization)
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.distributed import sglang_loader
-from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import encode_changes
 from agentrl.inference.launch import cpu_sglang
 from agentrl.learner.export import NamedTensors, WeightExporter
 from agentrl.models.hub_tensors import sent_buffers
@@ -84,7 +84,7 @@ def write_job(folder: Path, tiny: Tiny, weights: WeightExporter, rows: list[list
 
     def entries(base: str | None, version: str, size: int) -> Iterator[str]:
         for number, bucket in enumerate(weights.buckets(size)):
-            yield serialize(
+            yield encode_changes(
                 bucket.changes(base, version), base=base, held=version, number=number, last=bucket.last
             ).first
 

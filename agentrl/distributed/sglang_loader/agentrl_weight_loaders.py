@@ -4,7 +4,8 @@ SGLang imports this file by itself (``--custom-weight-loader agentrl_weight_load
 it is: it may import nothing of agentrl.
 
 SGLang passes an entry of the request to each tensor-parallel rank of an engine. Only the first rank's entry has the payload
-of a bucket: that rank broadcasts it to the others, over the links between the engine's GPUs (`RankEntries`).
+of a bucket, or that rank fetches it from the sender: it broadcasts the payload to the others, over the links between the engine's
+GPUs (`EncodedBucket`).
 
 A bucket of changes is a header and a payload of bytes. Of each weight the payload has the changed numbers, and where they are:
 the count of unchanged ones before each, in a byte. The byte 255 stands for 255 unchanged numbers, and the count goes on in the
@@ -18,8 +19,12 @@ import hashlib
 import json
 import math
 import pickle
+import time
+import urllib.request
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -32,6 +37,9 @@ _HELD = "_agentrl_weights_held"
 _FLOAT8 = torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, _FLOAT8)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_FETCH_S = 60.0
+"""In which some bytes of a payload must come."""
+_ATTEMPTS = 3
 _SYNCHRONOUS = "_sglang_runai_streamer_tensor"
 """Attribute of tensors that SGLang's loaders copy at once. They copy others on a CPU in threads, where `_Masked` is not."""
 
@@ -66,18 +74,36 @@ EncodedWeight = tuple[Part, list[torch.Tensor]]
 """The changes of a weight, and the pieces of their payload."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankEntries:
-    """A bucket as entries of SGLang's ``serialized_named_tensors``. Example: ``RankEntries("gASV…", "gASV…")``."""
+@dataclass(frozen=True)
+class EncodedBucket:
+    """A bucket, from which the entries of SGLang's ``serialized_named_tensors`` are made."""
 
-    first: str
-    """Of an engine's first tensor-parallel rank: header and payload."""
-    header_only: str
-    """Of each further rank: the header alone."""
+    header: _Header
+    payload: torch.Tensor
+    """uint8 bytes on the CPU."""
 
-    def by_rank(self, ranks: int) -> list[str]:
-        """Return the entries of an engine of so many tensor-parallel ranks."""
-        return [self.first, *[self.header_only] * (ranks - 1)]
+    @cached_property
+    def first(self) -> str:
+        """The entry of an engine's first tensor-parallel rank: header and payload."""
+        return _entry(self.header, self.payload)
+
+    def by_rank(self, ranks: int, url: str = "") -> list[str]:
+        """Return the entries of an engine of so many tensor-parallel ranks.
+
+        Args:
+            ranks: how many.
+            url: where the first rank fetches the payload; empty: it is in that rank's entry.
+        """
+        header = self.header
+        if url:
+            header = {**header, "url": url}
+        without_payload = _entry(header, self.payload.new_empty(0))
+        return [without_payload if url else self.first, *[without_payload] * (ranks - 1)]
+
+
+def probe_entries(url: str, ranks: int) -> list[str]:
+    """Return the entries of a request with which an engine tries to fetch one byte; see `try_fetch`."""
+    return EncodedBucket({"bytes": 1}, torch.zeros(1, dtype=torch.uint8)).by_rank(ranks, url)
 
 
 def encode(name: str, new: torch.Tensor, old: torch.Tensor | None) -> EncodedWeight:
@@ -150,6 +176,8 @@ class _Header(TypedDict, total=False):
     """What each rank reads of a bucket. One of changes has all but ``weights``, one of whole weights these and ``bytes``."""
 
     bytes: int
+    url: str
+    """Where the first rank fetches the payload, if it is not in its entry."""
     weights: list[tuple[str, str, list[int]]]
     base: str | None
     held: str
@@ -159,6 +187,15 @@ class _Header(TypedDict, total=False):
     parts: list[tuple[str, str, list[int], int | None, int]]
 
 
+class _RankGroup(Protocol):
+    """SGLang's group of ranks."""
+
+    world_size: int
+    rank_in_group: int
+    ranks: list[int]
+    device_group: dist.ProcessGroup
+
+
 class _LoadsWeights(Protocol):
     """SGLang's model."""
 
@@ -166,8 +203,8 @@ class _LoadsWeights(Protocol):
         """Load whole weights by Hugging Face name."""
 
 
-def serialize(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> RankEntries:
-    """Return a bucket of changes as entries of SGLang's ``serialized_named_tensors``.
+def encode_changes(changes: Changes, *, base: str | None, held: str, number: int, last: bool) -> EncodedBucket:
+    """Return a bucket of changes as it is sent.
 
     Args:
         changes: of the bucket.
@@ -177,6 +214,7 @@ def serialize(changes: Changes, *, base: str | None, held: str, number: int, las
         last: whether no bucket follows.
     """
     header: _Header = {
+        "bytes": len(changes.payload),
         "base": base,
         "held": held,
         "number": number,
@@ -184,27 +222,23 @@ def serialize(changes: Changes, *, base: str | None, held: str, number: int, las
         "sha256": hashlib.sha256(changes.payload.numpy().data).hexdigest(),
         "parts": [(part.name, part.dtype, [*part.shape], part.places, part.changed) for part in changes.parts],
     }
-    return _entries(header, changes.payload)
+    return EncodedBucket(header, changes.payload)
 
 
-def serialize_bucket(flat: torch.Tensor, weights: Sequence[tuple[str, str, Sequence[int]]]) -> RankEntries:
-    """Return a bucket of whole weights as entries of SGLang's ``serialized_named_tensors``; see `load_bucket`.
+def encode_whole(flat: torch.Tensor, weights: Sequence[tuple[str, str, Sequence[int]]]) -> EncodedBucket:
+    """Return a bucket of whole weights as it is sent; see `load_bucket`.
 
     Args:
         flat: uint8 bytes of all weights on the CPU, without padding.
         weights: name, dtype and shape of each, in the order of ``flat``. None begins where its dtype cannot.
     """
-    return _entries({"weights": [(name, dtype, [*shape]) for name, dtype, shape in weights]}, flat)
+    header: _Header = {"bytes": len(flat), "weights": [(name, dtype, [*shape]) for name, dtype, shape in weights]}
+    return EncodedBucket(header, flat)
 
 
-def _entries(header: _Header, payload: torch.Tensor) -> RankEntries:
-    text = json.dumps({**header, "bytes": len(payload)})
-    encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    first, header_only = (
-        base64.b64encode(pickle.dumps([("header", encoded), ("payload", rank_payload)])).decode()
-        for rank_payload in (payload, payload.new_empty(0))
-    )
-    return RankEntries(first, header_only)
+def _entry(header: _Header, payload: torch.Tensor) -> str:
+    encoded = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("header", encoded), ("payload", payload)])).decode()
 
 
 def _decode(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor]:
@@ -217,16 +251,59 @@ def _decode(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.T
 def _decode_shared(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor]:
     """Return header and payload of a bucket, which the engine's first tensor-parallel rank broadcasts to the others."""
     header, payload = _decode(named)
-    if not (dist.is_available() and dist.is_initialized() and header["bytes"]):
-        return header, payload
-    from sglang.srt.distributed import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size > 1:
-        if group.rank_in_group:
-            payload = payload.new_empty(header["bytes"])
+    group = _tensor_parallel_group() if header["bytes"] else None
+    is_first = group is None or group.rank_in_group == 0
+    if not is_first:
+        payload = payload.new_empty(header["bytes"])
+    elif header["bytes"] and (url := header.get("url")):
+        payload = fetch(url, header["bytes"], _ATTEMPTS).to(payload.device)
+    if group is not None:
         dist.broadcast(payload, src=group.ranks[0], group=group.device_group)
     return header, payload
+
+
+def _tensor_parallel_group() -> _RankGroup | None:
+    """Return SGLang's group of several tensor-parallel ranks; None if there is one rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    from sglang.srt.distributed import get_tp_group
+
+    group: _RankGroup = get_tp_group()
+    return group if group.world_size > 1 else None
+
+
+def fetch(url: str, size: int, attempts: int) -> torch.Tensor:
+    """Return ``size`` bytes from the sender.
+
+    Raises:
+        OSError: they do not come.
+    """
+    payload = torch.empty(size, dtype=torch.uint8)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    for attempt in range(1, attempts + 1):
+        try:
+            with opener.open(url, timeout=_FETCH_S) as reply:
+                at, view = 0, payload.numpy().data
+                while at < size:
+                    count = reply.readinto(view[at:])
+                    if not count:
+                        raise ConnectionError(f"{url} ended after {at} of {size} bytes")
+                    at += count
+                return payload
+        except OSError:
+            if attempt == attempts:
+                raise
+            time.sleep(attempt)
+    raise AssertionError("the loop returns or raises")
+
+
+def try_fetch(model: object, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Fetch a payload if that is possible, and load nothing: a custom weight loader. The sender sees whether it was fetched."""
+    header, _ = _decode(named_tensors)
+    group = _tensor_parallel_group()
+    if group is None or group.rank_in_group == 0:
+        with suppress(OSError):
+            fetch(header["url"], header["bytes"], 1)
 
 
 class ReceivedWeights:
@@ -238,7 +315,7 @@ class ReceivedWeights:
     def receive(
         self, named: Sequence[tuple[str, torch.Tensor]]
     ) -> tuple[list[tuple[Part, torch.Tensor | None, torch.Tensor]], str]:
-        """Check a bucket that `serialize` made, in an engine with one rank; see `check`."""
+        """Check a bucket that `encode_changes` made, in an engine with one rank; see `check`."""
         return self.check(*_decode(named))
 
     def check(

@@ -171,6 +171,7 @@ class SGLangClient(GenerationClient):
 
     async def aclose(self) -> None:
         """Close all connections."""
+        await asyncio.to_thread(self.updates.payloads.close)
         await self._http.aclose()
 
     # Sampling

@@ -11,24 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.core.errors import EngineError, SamplerError
 from agentrl.distributed.base import LOAD_FORMAT, TensorSpec, WeightGroup
-from agentrl.distributed.sglang_loader import BUCKET_LOADER, FOLDER, LOADER
+from agentrl.distributed.sglang_loader import BUCKET_LOADER, FOLDER, LOADER, PROBE_LOADER
 from agentrl.inference.base import LoraAdapter
 from agentrl.inference.client.adapters import SGLangAdapters
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_state import RequestsInProgress
+from agentrl.inference.client.payloads import TARGET, TENSORS, EnginePayloads, tensors_body
 
 if TYPE_CHECKING:
     import torch
 
-    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import RankEntries
+    from agentrl.distributed.sglang_loader.agentrl_weight_loaders import EncodedBucket
 
 
 _TOUCHED = ("Failed to update weights", "cache was not flushed")
 """SGLang's messages of failures after which weights may have changed."""
 _MIXTURE = "got only a part of an update of its weights"
 _EMPTY = "has released the memory of its weights, and got no whole update since"
-_TARGET = {"disable_draft_model": True, "selector": "target"}
-"""Has SGLang load weights into the policy's model alone, and not into a draft's: the option of 0.5.17 and that of 0.5.23."""
 _SETTLE_S = 300.0
 _SETTLE_POLL_S = 0.05
 
@@ -79,8 +78,8 @@ class SGLangWeightUpdates:
         self._in_progress = False
         self._brackets = True
         """The engine has /begin_weight_update, as far as is known."""
-        self._loaders: frozenset[str] | None = None
-        """The custom weight loaders that the engine has reported; None: it was not asked."""
+        self.payloads = EnginePayloads(control)
+        """What the engine fetches."""
         self._changed = False
         """The update in progress may have changed weights."""
         self._unfit: str | None = None
@@ -187,40 +186,40 @@ class SGLangWeightUpdates:
     ) -> None:
         """Load one bucket of weights from the request."""
         from agentrl.distributed.flat_bucket import join_tensors, serialize
-        from agentrl.distributed.sglang_loader.agentrl_weight_loaders import serialize_bucket
+        from agentrl.distributed.sglang_loader.agentrl_weight_loaders import encode_whole
 
-        flat, specs = join_tensors(named)
-        if ranks > 1 and BUCKET_LOADER in await self._reported_loaders():
-            bucket = serialize_bucket(flat, [(spec.name, spec.dtype, spec.shape) for spec in specs])
-            load_format, entries = BUCKET_LOADER, bucket.by_rank(ranks)
-        else:
-            # SGLang's own loader has each rank read an entry.
-            load_format, entries = LOAD_FORMAT, [serialize(flat, specs)] * ranks
-        body: dict[str, Any] = {"load_format": load_format, "serialized_named_tensors": entries}
-        await self._bucket("/update_weights_from_tensor", body, version, last=last)
+        flat, specs = await asyncio.to_thread(join_tensors, named)
+        loaders = await self.payloads.loaders()
+        if PROBE_LOADER in loaders or (ranks > 1 and BUCKET_LOADER in loaders):
+            bucket = encode_whole(flat, [(spec.name, spec.dtype, spec.shape) for spec in specs])
+            await self._load_encoded(BUCKET_LOADER, bucket, version, last=last, ranks=ranks)
+            return
+        # SGLang's own loader has each rank read an entry.
+        entries = [await asyncio.to_thread(serialize, flat, specs)] * ranks
+        await self._bucket(TENSORS, tensors_body(LOAD_FORMAT, entries), version, last=last)
 
-    async def from_changes(self, changes: RankEntries, version: int, *, last: bool, ranks: int = 1) -> None:
+    async def from_changes(self, changes: EncodedBucket, version: int, *, last: bool, ranks: int = 1) -> None:
         """Load one bucket of changes of weights."""
-        if LOADER not in await self._reported_loaders():
-            self._loaders = None  # another engine may be started at its address
+        if LOADER not in await self.payloads.loaders():
+            self.payloads.forget_loaders()
             raise EngineError(
                 f"the engine at {self._control.url} does not take changes of weights: start it with "
                 f"--custom-weight-loader {LOADER} and PYTHONPATH={FOLDER}, or set weights.transport=tensor"
             )
-        body: dict[str, Any] = {"load_format": LOADER, "serialized_named_tensors": changes.by_rank(ranks)}
         # Sent a second time, they would be changes to other weights.
-        await self._bucket("/update_weights_from_tensor", body, version, last=last, once=True)
+        await self._load_encoded(LOADER, changes, version, last=last, ranks=ranks, once=True)
 
-    async def _reported_loaders(self) -> frozenset[str]:
-        if self._loaders is None:
-            info = await self._control.call("/server_info", None)
-            self._loaders = frozenset((info.get("custom_weight_loader") if isinstance(info, dict) else None) or ())
-        return self._loaders
+    async def _load_encoded(
+        self, loader: str, bucket: EncodedBucket, version: int, *, last: bool, ranks: int, once: bool = False
+    ) -> None:
+        """Load one bucket by a loader of agentrl."""
+        await self.begin()
+        async with self.payloads.body(loader, bucket, ranks) as body:
+            await self._bucket(TENSORS, body, version, last=last, once=once)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs, one handle a rank."""
-        body: dict[str, Any] = {"load_format": LOAD_FORMAT, "serialized_named_tensors": list(handles)}
-        await self._bucket("/update_weights_from_tensor", body, version, last=last)
+        await self._bucket(TENSORS, tensors_body(LOAD_FORMAT, handles), version, last=last)
 
     async def from_group(self, group: WeightGroup, specs: Sequence[TensorSpec], version: int, *, last: bool) -> None:
         """Load one bucket that is broadcast; see `agentrl.learner.base.WeightBucket.broadcast`."""
@@ -264,7 +263,7 @@ class SGLangWeightUpdates:
 
     async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
         await self.begin()
-        body |= {"flush_cache": last and self._drops_cache, **_TARGET}
+        body |= {"flush_cache": last and self._drops_cache, **TARGET}
         if last:
             body["weight_version"] = str(version)
         before, self._changed = self._changed, True
@@ -351,7 +350,7 @@ class SGLangWeightUpdates:
         if not self._brackets:
             return
         try:
-            await self._control.call("/begin_weight_update", {"selector": _TARGET["selector"]})
+            await self._control.call("/begin_weight_update", {"selector": TARGET["selector"]})
             return
         except ControlRefused as error:
             if error.status == 404:
@@ -361,7 +360,7 @@ class SGLangWeightUpdates:
                 raise
         # A client that is gone may have left an update open: a sender of all weights may begin again.
         await self._control.call("/end_weight_update", {})
-        await self._control.call("/begin_weight_update", {"selector": _TARGET["selector"]})
+        await self._control.call("/begin_weight_update", {"selector": TARGET["selector"]})
 
 
 class SGLangWeightGroups:

@@ -176,7 +176,7 @@ def test_tensor_updates_of_new_and_old_versions(fake: FakeSGLang, brackets: bool
     update = ["/update_weights_from_tensor"] * 2
     new = ["/flush_cache", "/begin_weight_update", *update, "/end_weight_update"]
     old = [*new[:4], "/flush_cache", *update]
-    assert fake.paths()[:-1] == (new * 2 if brackets else old)
+    assert fake.paths()[:-1] == ["/server_info", *(new * 2 if brackets else old)]
     versions = [body.get("weight_version") for path, body in fake.calls if path == update[0]]
     assert versions == [None, "3", None, "4"], "the version changes with the last bucket"
     for path, body in fake.calls:
@@ -201,7 +201,8 @@ def test_weights_wait_for_requests_whose_callers_have_gone(fake: FakeSGLang, tra
     fake.drive(play)
     update = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     update = ["/update_weights_from_disk"] if transport == "disk" else update
-    assert fake.paths() == [*["/flush_cache"] * 3, *update, "/pause_generation", *update, "/pause_generation"]
+    loaders = [] if transport == "disk" else ["/server_info"]
+    assert fake.paths() == [*loaders, *["/flush_cache"] * 3, *update, "/pause_generation", *update, "/pause_generation"]
 
 
 def test_the_cache_is_dropped_once_nothing_runs_and_never_of_a_paused_engine(fake: FakeSGLang) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS
-from agentrl.distributed.sglang_loader.agentrl_weight_loaders import load_bucket, load_changes
+from agentrl.distributed.payload_server import PayloadServer
+from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS, PROBE_LOADER
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import fetch, load_bucket, load_changes, try_fetch
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
 from agentrl.inference.embedded.weights import read_bucket, read_named
@@ -40,8 +46,8 @@ class CountingEngine:
 
     number = 0
 
-    def __init__(self, ranks: int, loaders: tuple[str, ...] = LOADERS) -> None:
-        self.url = f"http://engine-of-{ranks}"
+    def __init__(self, ranks: int, loaders: tuple[str, ...] = LOADERS, url: str = "http://127.0.0.1:9") -> None:
+        self.url = url
         self.info = {"tp_size": ranks, "custom_weight_loader": [*loaders]}
         self.bytes = 0
         self.buckets: list[dict[str, Any]] = []
@@ -61,6 +67,37 @@ class CountingEngine:
             self.bytes += len(orjson.dumps(body))
             self.buckets.append(body)
         return {"success": True}
+
+
+class Model(torch.nn.Module):
+    """Keeps what is loaded into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameter = torch.nn.Parameter(torch.zeros(1))
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loaded.update((name, weight.clone()) for name, weight in weights)
+
+
+class FetchingEngine(CountingEngine):
+    """An engine that fetches payloads; of several ranks, the first."""
+
+    def __init__(self, ranks: int, port: int, *, reaches: bool = True) -> None:
+        super().__init__(ranks, url=f"http://127.0.0.1:{port}")
+        self.model, self._reaches = Model(), reaches
+
+    async def _answer(self, path: str, body: Any) -> Any:
+        if path != "/update_weights_from_tensor":
+            return await super()._answer(path, body)
+        load_entry = {BUCKET_LOADER: load_bucket, LOADER: load_changes, PROBE_LOADER: try_fetch}[body["load_format"]]
+        named = read_named(body["serialized_named_tensors"])
+        if load_entry is not try_fetch or self._reaches:
+            await asyncio.to_thread(load_entry, self.model, named)
+        if load_entry is try_fetch:
+            return {"success": True}
+        return await super()._answer(path, body)
 
 
 class SenderLearner(WeightExporter):
@@ -107,9 +144,9 @@ def test_an_engine_gets_each_weight_once_whatever_the_number_of_its_ranks(transp
 
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_weights_of_several_senders_go_once_to_an_engine(ranks: int, tmp_path: Path) -> None:
-    engine, names = CountingEngine(ranks), list[str]()
+    engine, names = CountingEngine(ranks, (BUCKET_LOADER,)), list[str]()
 
-    class Model:
+    class Names:
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
             names.extend(name for name, _ in weights)
 
@@ -120,23 +157,87 @@ def test_weights_of_several_senders_go_once_to_an_engine(ranks: int, tmp_path: P
         if ranks == 1:
             names += [name for name, _ in read_bucket(body)]
         else:
-            load_bucket(Model(), read_named(body))
+            load_bucket(Names(), read_named(body))
     assert sorted(names) == sorted(WEIGHTS)
 
 
 def test_the_first_rank_of_an_engine_loads_the_weights_that_were_sent(tmp_path: Path) -> None:
-    engine, loaded = CountingEngine(4), dict[str, torch.Tensor]()
-
-    class Model:
-        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            loaded.update(weights)
-
+    engine, model = CountingEngine(4), Model()
     sync("tensor", [engine], tmp_path)
     for bucket in engine.buckets:
         assert bucket["load_format"] == BUCKET_LOADER
-        load_bucket(Model(), read_named(bucket["serialized_named_tensors"]))
-    assert loaded.keys() == WEIGHTS.keys()
-    assert all(torch.equal(loaded[name], weight) for name, weight in WEIGHTS.items())
+        load_bucket(model, read_named(bucket["serialized_named_tensors"]))
+    has_all(model)
+
+
+def has_all(model: Model) -> None:
+    assert model.loaded.keys() == WEIGHTS.keys()
+    assert all(torch.equal(model.loaded[name], weight) for name, weight in WEIGHTS.items())
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port to which this machine connects."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+def test_an_engine_fetches_what_a_request_need_not_have(transport: str, port: int, tmp_path: Path) -> None:
+    engines = [FetchingEngine(1, port), FetchingEngine(8, port)]
+    sync(transport, engines, tmp_path)
+    for engine in engines:
+        has_all(engine.model)
+        for bucket in engine.buckets:
+            assert all(len(entry) < 4000 for entry in bucket["serialized_named_tensors"])
+            assert len(bucket["serialized_named_tensors"]) == engine.info["tp_size"]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+def test_an_engine_that_does_not_reach_this_machine_gets_bodies(
+    transport: str, port: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FetchingEngine(2, port, reaches=False)
+    with caplog.at_level(logging.WARNING):
+        sync(transport, [engine], tmp_path)
+    has_all(engine.model)
+    assert engine.bytes > VALUES * 4 / 3
+    assert caplog.text.count("which is slow: it does not reach ports of this machine at 127.0.0.1") == 1
+
+
+def test_a_payload_is_served_at_its_own_address_until_it_was_sent() -> None:
+    server = PayloadServer("127.0.0.1")
+    try:
+        with server.serve(memoryview(b"weights")) as payload, server.serve(memoryview(b"others")) as other_payload:
+            assert urllib.request.urlopen(payload.url).read() == b"weights"
+            assert payload.fetched.wait(5)
+            assert not other_payload.fetched.is_set()
+            root = payload.url.rpartition("/")[0]
+            for wrong in (root, f"{root}/", payload.url[:-1]):
+                with pytest.raises(urllib.error.HTTPError, match="404"):
+                    urllib.request.urlopen(wrong)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(payload.url)
+    finally:
+        server.close()
+
+
+def test_a_payload_that_breaks_off_is_fetched_again() -> None:
+    """The second of three connections has all of it."""
+    replies = [b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nab", b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nabcd"]
+
+    def answer(server: socket.socket) -> None:
+        for reply in replies:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(answer, server)
+        fetched = fetch(f"http://127.0.0.1:{server.getsockname()[1]}/", 4, attempts=2)
+        answering.result()
+    assert bytes(fetched.tolist()) == b"abcd"
 
 
 @pytest.mark.parametrize("loaders", [(), (LOADER,)])
@@ -157,24 +258,14 @@ def load_entries() -> int:
     distributed = ModuleType("sglang.srt.distributed")
     distributed.get_tp_group = lambda: group  # type: ignore[attr-defined]
     sys.modules |= {name: ModuleType(name) for name in ("sglang", "sglang.srt")} | {distributed.__name__: distributed}
-    learned, loaded = torch.load(folder / "weights.pt"), dict[str, torch.Tensor]()
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parameter = torch.nn.Parameter(torch.zeros(1))
-
-        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-            loaded.update(weights)
-
+    learned = torch.load(folder / "weights.pt")
     for load_format, load_entry in ((BUCKET_LOADER, load_bucket), (LOADER, load_changes)):
         model = Model()
-        loaded.clear()
         for bucket in orjson.loads((folder / f"{load_format}.json").read_bytes()):
             assert bucket["load_format"] == load_format
             load_entry(model, read_named([bucket["serialized_named_tensors"][rank]]))
-        assert loaded.keys() == learned.keys()
-        assert all(torch.equal(loaded[name], weight) for name, weight in learned.items())
+        assert model.loaded.keys() == learned.keys()
+        assert all(torch.equal(model.loaded[name], weight) for name, weight in learned.items())
     dist.destroy_process_group()
     return 0
 

@@ -19,10 +19,10 @@ from agentrl.distributed.sglang_loader.agentrl_weight_loaders import (
     ReceivedWeights,
     WeightChangesError,
     encode,
+    encode_changes,
     load_changes,
     positions,
     read,
-    serialize,
 )
 from agentrl.inference.embedded.weights import read_named
 from agentrl.testing import FakeEngine
@@ -94,7 +94,7 @@ def entry(
     encoded = [encode(name, new[name], old.get(name)) for name in new]
     entries = [weight for weight in encoded if weight[0].changed]
     changes = Changes([entry for entry, _ in entries], torch.cat([piece for _, pieces in entries for piece in pieces]))
-    return read_named([serialize(changes, base=base, held=name_held, number=0, last=True).first])
+    return read_named([encode_changes(changes, base=base, held=name_held, number=0, last=True).first])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
@@ -236,7 +236,7 @@ def test_a_bucket_of_another_sync_is_refused() -> None:
     changes = Changes([encode("w", full_tensor, None)[0]], torch.cat(pieces))  # type: ignore[index]
 
     def bucket(name: str, number: int, *, last: bool) -> list[tuple[str, torch.Tensor]]:
-        return read_named([serialize(changes, base=None, held=name, number=number, last=last).first])
+        return read_named([encode_changes(changes, base=None, held=name, number=number, last=last).first])
 
     received_weights.name = received_weights.receive(bucket("a", 0, last=False))[1]
     with pytest.raises(WeightChangesError, match="send all weights first"):
