@@ -70,6 +70,8 @@ class Case:
     name: str
     env: str
     keys: tuple[str, ...]
+    on_gpus: bool = False
+    """Whether it needs GPUs; from the others they are hidden."""
 
 
 AGENT_FOLDER = Path(__file__).parents[2] / "examples" / "09_agent_program"
@@ -92,6 +94,21 @@ AGENT = (
 )
 """An agent program, each attempt of which may be killed; its processes inherit no variable of the run."""
 ASYNC = ("async.max_staleness=1", "algo.old_logprobs=sampler")
+ON_GPUS = (
+    "model.path=smollm2-135m",
+    "sampler.backend=sglang",
+    "sampler.engines=2",
+    "sampler.sglang={dtype: bfloat16, attention_backend: triton, mem_fraction_static: 0.3, context_length: 1024, "
+    "cuda_graph_max_bs_decode: 8, disable_prefill_cuda_graph: true, enable_fp32_lm_head: true}",
+    "learner.device=cuda",
+    "learner.ranks=2",
+    "learner.precision=bfloat16",
+    "learner.compile=false",
+    "placement.mode=disaggregate",
+    "weights.transport=distributed",
+)
+"""Two engines of SGLang and two ranks of the learner, a GPU each. ``--keys model.path=FOLDER`` sets a policy that knows the
+task."""
 CASES = (
     Case("search, synchronous", "search_r1", ()),
     Case("python, asynchronous", "python_math", ASYNC),
@@ -104,6 +121,8 @@ CASES = (
     Case("agent program, synchronous", "single_turn", (*AGENT, "rollout.runners=0")),
     Case("agent program, asynchronous, two runners", "single_turn", (*AGENT, *ASYNC, "rollout.runners=2")),
     Case("search, streaming", "search_r1", ("async.streaming=true", "batch.tokens_per_micro=200")),
+    Case("four GPUs, synchronous", "search_r1", ON_GPUS, on_gpus=True),
+    Case("four GPUs, asynchronous", "search_r1", (*ON_GPUS, *ASYNC), on_gpus=True),
 )
 
 
@@ -165,14 +184,13 @@ class ChaosRun:
     """One training run, which is killed and resumed until it has finished."""
 
     def __init__(
-        self, case: Case, folder: Path, seed: int, steps: int, most_kills: int, totals: Totals, sandbox: str
+        self, case: Case, folder: Path, seed: int, steps: int, most_kills: int, totals: Totals, keys: Sequence[str]
     ) -> None:
         self._case, self._folder, self._steps, self._totals = case, folder, steps, totals
         self._rng = random.Random(seed)
         self._most_kills = most_kills
-        keys = [key.replace("@RUN@", str(folder)) for key in case.keys]
-        self._keys = [*COMMON, *keys, f"train.steps={steps}", f"run.seed={seed}"]
-        self._keys += [f"sandbox.backend={sandbox}"]
+        of_case = [key.replace("@RUN@", str(folder)) for key in case.keys]
+        self._keys = [*COMMON, *of_case, f"train.steps={steps}", f"run.seed={seed}", *keys]
         self._processes = RunProcesses(f"{folder}")
         self._open: list[Kill] = []
         """Kills since the run last trained."""
@@ -232,7 +250,7 @@ class ChaosRun:
                     **os.environ,
                     "HF_HUB_OFFLINE": "1",
                     "OMP_NUM_THREADS": "1",
-                    "CUDA_VISIBLE_DEVICES": "",
+                    **({} if self._case.on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
                     **self._processes.environment,
                 },
                 stdout=output,
@@ -378,7 +396,8 @@ def lane(number: int, cases: Sequence[Case], options: argparse.Namespace, totals
         folder = Path(options.out).absolute() / f"run-{number}-{count}"
         seed = options.seed + 1000 * number + count
         try:
-            ChaosRun(case, folder, seed, options.steps, options.kills_a_run, totals, sandbox).run()
+            keys = [f"sandbox.backend={sandbox}", *options.keys]
+            ChaosRun(case, folder, seed, options.steps, options.kills_a_run, totals, keys).run()
         except Exception as error:
             with totals.lock:
                 totals.faults.append(f"{case.name} ({folder.name}): {type(error).__name__}: {error}")
@@ -434,9 +453,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kinds", nargs="*", default=list(KINDS), choices=KINDS, help="kinds of processes that are killed"
     )
-    parser.add_argument(
-        "--cases", nargs="*", type=int, default=list(range(len(CASES))), help="numbers of configurations"
-    )
+    without_gpus = [number for number, case in enumerate(CASES) if not case.on_gpus]
+    parser.add_argument("--cases", nargs="*", type=int, default=without_gpus, help="numbers of configurations")
+    parser.add_argument("--keys", nargs="*", default=[], help="settings of all runs, over their own")
     options = parser.parse_args(words)
     if options.out.exists() and any(options.out.iterdir()):
         parser.error(f"--out={options.out} is not empty")

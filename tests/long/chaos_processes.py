@@ -35,6 +35,8 @@ _BY_WORDS = (
     ("raylet/raylet ", "raylet"),
     ("gcs/gcs_server ", "gcs"),
     ("agentrl.inference.embedded", "engine"),
+    ("sglang.launch_server", "engine"),
+    ("sglang::", "engine"),
     ("agentrl.runtime.runners.process", "runner"),
     ("tools serve", "tool server"),
     ("ray::LearnerActor", "learner rank"),
