@@ -386,6 +386,8 @@ def _become(request: Request) -> int:
     # Where `python -m` would look, and at the end this folder, which has targets of its own.
     extra = filter(None, request.env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = [request.cwd, *extra, *sys.path[1:], sys.path[0]]
+    if (registry := sys.modules.get("agentrl.core.registry")) is not None:
+        registry._all_entry_points.cache_clear()  # other folders may hold other packages
     module, _, name = request.target.partition(":")
     ctypes.CDLL(None).prctl(_SET_NAME, process_name(module).encode(), 0, 0, 0)
     if request.forks:

@@ -63,7 +63,8 @@ class RankActors(RankGroup):
         self._is_ready = False
         self._number = number
         self._numbering = threading.Lock()
-        self._is_numbered = False
+        self._numbered: list[ActorLocation] = []
+        """Locations by rank; empty until the ranks have their numbers."""
         self._layouts: list[RankLayout] = []
         """By rank; empty until they are ready."""
         ranks = options.config.ranks
@@ -89,13 +90,13 @@ class RankActors(RankGroup):
         """
         limit = time.monotonic() + self._options.config.start_timeout_s
         with self._numbering:
-            if not self._is_numbered:
+            if not self._numbered:
                 locations = self._gather(self._locations, "start", limit, "learner.start_timeout_s")
                 order = self._number(locations)
-                for by_rank in (self._actors, self._ends, self._locations, self._nodes):
+                for by_rank in (self._actors, self._ends, self._nodes):
                     by_rank[:] = [by_rank[number] for number in order]
-                self._is_numbered = True
-            return self._gather(self._locations, "start", limit, "learner.start_timeout_s")
+                self._numbered = [locations[number] for number in order]
+            return self._numbered
 
     def ready(self) -> None:
         """Wait until every rank has loaded the model. Other calls include this; a second call returns at once.
@@ -108,11 +109,11 @@ class RankActors(RankGroup):
             return
         self.actor_locations()
         limit = time.monotonic() + self._options.config.start_timeout_s
-        nodes = self._gather(self._nodes, "start", limit, "learner.start_timeout_s")
+        nodes = self._gather(self._nodes, "importing its modules", limit, "learner.start_timeout_s")
         same = len(set(nodes)) == 1
         host = LOOPBACK if same else nodes[0]
         store = [self._actors[0].open_store.remote(host)]
-        [port] = self._gather(store, "start", limit, "learner.start_timeout_s")
+        [port] = self._gather(store, "opening the ranks' meeting point", limit, "learner.start_timeout_s")
         gpus = (
             [location.gpus for location in self._gpus_of.actor_locations()]
             if self._gpus_of is not None

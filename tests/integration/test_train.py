@@ -161,6 +161,7 @@ def test_the_page_of_metrics_has_what_a_run_writes(trained: tuple[Path, str]) ->
     elsewhere = {
         *(
             "rollout/from_journal",
+            "rollout/forks/REASON",
             "train/skipped",
             "train/peak_gpu_gib",
             "train/kl",

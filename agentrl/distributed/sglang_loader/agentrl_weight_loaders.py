@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import pickle
+import sys
 import time
 import urllib.request
 from collections.abc import Iterable, Sequence
@@ -263,12 +264,11 @@ def _decode_shared(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, 
 
 
 def _tensor_parallel_group() -> _RankGroup | None:
-    """Return SGLang's group of several tensor-parallel ranks; None if there is one rank."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """Return SGLang's group of several tensor-parallel ranks; None if there is one rank, or no SGLang in this process."""
+    distributed = sys.modules.get("sglang.srt.distributed")
+    if distributed is None or not (dist.is_available() and dist.is_initialized()):
         return None
-    from sglang.srt.distributed import get_tp_group
-
-    group: _RankGroup = get_tp_group()
+    group: _RankGroup = distributed.get_tp_group()
     return group if group.world_size > 1 else None
 
 

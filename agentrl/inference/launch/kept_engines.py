@@ -154,13 +154,14 @@ class KeptChild(ChildProcess):
     def stop(self, timeout_s: float = 5.0) -> None:
         if self._lock is None:
             return
-        deadline = time.monotonic() + timeout_s
-        self._signal(signal.SIGTERM)
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        while self.alive():
-            self._signal(signal.SIGKILL)
-            time.sleep(_POLL_S)
+        if (self.folder / KEEPER).exists():  # otherwise no keeper has begun; one that begins ends without its folder
+            deadline = time.monotonic() + timeout_s
+            self._signal(signal.SIGTERM)
+            while self.alive() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+            while self.alive():
+                self._signal(signal.SIGKILL)
+                time.sleep(_POLL_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.unlock()
 
