@@ -230,7 +230,12 @@ class _OwnRank:
     """Rank 0 as the group of learners of `Checkpoints`; rank 1 calls the same in its process."""
 
     def __init__(self, rank: FsdpRank) -> None:
-        self.save, self.finish_save = rank.save, rank.finish_save
+        self._rank, self.save = rank, rank.save
+
+    def finish_save(self) -> None:
+        """Wait for all ranks, as a group does."""
+        self._rank.finish_save()
+        dist.barrier()
 
 
 def _save_twice(folder: Path, name: str, number: int, file: str | None) -> None:
@@ -246,7 +251,7 @@ def _save_twice(folder: Path, name: str, number: int, file: str | None) -> None:
         checkpoints.finish()
     else:
         rank.save(checkpoints.folder / "step_000001.partial")
-        rank.finish_save()
+        group.finish_save()
     dist.barrier()
     if file is not None:
         _KillingFiles.file = file
@@ -257,7 +262,7 @@ def _save_twice(folder: Path, name: str, number: int, file: str | None) -> None:
             checkpoints.finish()
         else:
             rank.save(checkpoints.folder / "step_000002.partial")
-            rank.finish_save()
+            group.finish_save()
     except (RuntimeError, LearnerError) as error:
         (folder / "ends" / f"{name}.txt").write_text(str(error))
 
