@@ -27,7 +27,7 @@ class Payload:
 
 
 class PayloadServer:
-    """Serves payloads from threads, at paths that nobody can guess, as long as they are being sent.
+    """Serves payloads from threads, at paths that cannot be guessed, as long as they are being sent.
 
     In the body of a request to SGLang a payload would be base64 in JSON, which several of its processes decode and copy.
     """
@@ -48,7 +48,7 @@ class PayloadServer:
 
     @classmethod
     def towards(cls, url: str) -> PayloadServer:
-        """Return a server on the address by which this machine reaches ``url``. Blocks.
+        """Return a server on the address from which this machine reaches ``url``. Blocks.
 
         Raises:
             OSError: it is not reached.

@@ -175,8 +175,8 @@ class MachinePrograms:
             raise MissingError(
                 f"{setting} cannot be looked for {where}, which needs Python 3.9 or newer as python3: status {outcome.exit_code}"
             )
-        missing = f". If it is elsewhere in it, set {self._config.key}.env.PATH"
-        return harness.read_answer(outcome.output, setting, where, missing=missing)
+        install_hint = f". If it is elsewhere in it, set {self._config.key}.env.PATH"
+        return harness.read_answer(outcome.output, setting, where, install_hint=install_hint)
 
 
 class MachineProgram(RunningProgram):

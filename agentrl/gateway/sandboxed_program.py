@@ -226,8 +226,8 @@ class EpisodeSandboxes:
             outcome = await sandbox.run(Job("harness", argv=argv, env=env, wall_s=_CHECK_S))
         if outcome.status is not ToolStatus.OK:
             raise SandboxFailure(f"{key}.harness={name} cannot be looked for: {outcome.stderr}{outcome.detail}")
-        faulty = ". Limits are in sandbox.limits, further folders that it reads in sandbox.readonly"
-        return harness.read_answer(outcome.stdout, f"{key}.harness={name}", where, faulty=faulty)
+        fault_hint = ". Limits are in sandbox.limits, further folders that it reads in sandbox.readonly"
+        return harness.read_answer(outcome.stdout, f"{key}.harness={name}", where, fault_hint=fault_hint)
 
     async def start(
         self, backend: SandboxBackend, program_input: ProgramInput, name: str, key: str

@@ -112,26 +112,30 @@ class Harness:
         query = {"name": self.command[0], "distribution": self.distribution, "program": program}
         return "-I", "-c", source, json.dumps(query)
 
-    def read_answer(self, answer: str, setting: str, where: str, *, missing: str = "", faulty: str = "") -> Program:
+    def read_answer(
+        self, answer: str, setting: str, where: str, *, install_hint: str = "", fault_hint: str = ""
+    ) -> Program:
         """Return the program that a `query` has found.
 
         Args:
             answer: what was printed.
             setting: the key and value that choose the recipe, for messages.
             where: it was looked for, for messages.
-            missing: advice if it is not installed, besides how to install it.
-            faulty: advice if it does not start.
+            install_hint: advice if it is not installed, besides how to install it.
+            fault_hint: advice if it does not start.
 
         Raises:
             MissingError: it is not installed, or does not start.
         """
         result: tuple[Program, Installation] | None = json.loads(answer)
         program, installation = result or (None, None)
-        hint = f"{where}. Install it in the image with: {self.install}{missing}"
+        hint = f"{where}. Install it in the image with: {self.install}{install_hint}"
         installation = self.check_installation(setting, program, installation, hint)
         assert program is not None, "it was checked"
         if installation["fault"]:
-            raise MissingError(f"{setting}: {program['path']} does not start {where}: {installation['fault']}{faulty}")
+            raise MissingError(
+                f"{setting}: {program['path']} does not start {where}: {installation['fault']}{fault_hint}"
+            )
         return program
 
     def place(self, program: Program | None, values: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from agentrl.distributed.payload_server import PayloadServer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 TENSORS = "/update_weights_from_tensor"
 TARGET = {"disable_draft_model": True, "selector": "target"}
 """Has SGLang load weights into the policy's model alone, and not into a draft's: the option of 0.5.17 and that of 0.5.23."""
+_NOTED_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -70,12 +71,15 @@ class EnginePayloads:
         except OSError as error:
             _log.warning("weights go to %s in bodies of requests, which is slow: %s", self._control.url, error)
             return None
-        with server.serve(memoryview(b"1")) as payload:
-            body = tensors_body(PROBE_LOADER, probe_entries(payload.url, ranks))
-            await self._control.call(TENSORS, body | {"flush_cache": False} | TARGET)
-            if payload.fetched.is_set():
-                return server
-        await asyncio.to_thread(server.close)
+        with ExitStack() as unused:
+            unused.callback(server.close)
+            with server.serve(memoryview(b"1")) as payload:
+                body = tensors_body(PROBE_LOADER, probe_entries(payload.url, ranks))
+                await self._control.call(TENSORS, body | {"flush_cache": False} | TARGET)
+                # The engine may have answered before the thread that served it has noted that.
+                if await asyncio.to_thread(payload.fetched.wait, _NOTED_S):
+                    unused.pop_all()
+                    return server
         _log.warning(
             "weights go to %s in bodies of requests, which is slow: it does not reach ports of this machine at %s",
             self._control.url,

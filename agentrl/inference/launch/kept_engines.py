@@ -49,11 +49,14 @@ def engines_folder() -> Path:
 def user_folder() -> Path:
     """Return the folder of what this user's runs share on this machine, which is made.
 
+    It is in ``XDG_RUNTIME_DIR``; on machines that lack that folder, as nodes of batch systems may, in the temporary one.
+
     Raises:
         ConfigError: it belongs to another user.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "agentrl" if runtime else Path(tempfile.gettempdir()) / f"agentrl-{os.getuid()}"
+    has_runtime = runtime is not None and Path(runtime).is_dir()
+    folder = Path(runtime or "") / "agentrl" if has_runtime else Path(tempfile.gettempdir()) / f"agentrl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise ConfigError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of yours")
@@ -154,7 +157,7 @@ class KeptChild(ChildProcess):
     def stop(self, timeout_s: float = 5.0) -> None:
         if self._lock is None:
             return
-        if (self.folder / KEEPER).exists():  # otherwise no keeper has begun; one that begins ends without its folder
+        if (self.folder / KEEPER).exists():  # a keeper that begins after the folder is gone ends
             deadline = time.monotonic() + timeout_s
             self._signal(signal.SIGTERM)
             while self.alive() and time.monotonic() < deadline:

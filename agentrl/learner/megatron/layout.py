@@ -134,7 +134,7 @@ class Layout:
 
         sizes = {name: getattr(self, name) for name in self.__slots__}
         parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=math.ceil(timeout_s / 60))
-        # Megatron-Core gives this group no limit of its own.
+        # Megatron-Core does not set a limit for this group.
         _set_pg_timeout(timedelta(seconds=timeout_s), parallel_state.get_expert_data_parallel_group_gloo())
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
 

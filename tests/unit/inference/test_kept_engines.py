@@ -206,6 +206,14 @@ def test_the_command_lists_and_ends_them(spec: EngineSpec, capsys: pytest.Captur
     wait_for_exit(engine_pid)
 
 
+def test_a_runtime_folder_that_is_not_there_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(kept_engines.tempfile, "tempdir", str(tmp_path))
+    assert kept_engines.user_folder() == tmp_path / f"agentrl-{os.getuid()}"
+    (tmp_path / "run").mkdir()
+    assert kept_engines.user_folder() == tmp_path / "run" / "agentrl"
+
+
 def test_a_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 600\n")
