@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agentrl.config.engine_groups import training_engines
 from agentrl.config.learner import LearnerConfig, OptimizerState, Recompute
 from agentrl.config.schema import Config
 from agentrl.core.kernel_cache import kernel_folder
@@ -141,24 +142,27 @@ def fit_to_gpu(
 
 
 def memory_limit(config: Config, gpu_bytes: int) -> tuple[float, str]:
-    """Return the bytes of a GPU that a rank of the learner may need by the estimate, and words on an engine beside it.
+    """Return the bytes of a GPU that a rank of the learner may need by the estimate, and words on engines beside it.
 
-    With ``placement.mode=separate`` on a machine with one GPU, an engine keeps its share of it while the learner trains.
+    With ``placement.mode=separate`` on a machine with one GPU, the engines keep their shares of it while the learner trains.
     """
     if config.placement.shares_gpus:
         return FITS_SHARED * gpu_bytes, ""
     share = config.sampler.memory_share
-    if share is None or not _engine_is_on_the_only_gpu(config):
+    if share is None or not _engines_are_on_the_only_gpu(config):
         return FITS * gpu_bytes, ""
-    return limit_beside_engine(share, gpu_bytes), f" beside an engine with sampler.sglang.mem_fraction_static={share:g}"
+    engines = training_engines(config.sampler)
+    each = "an engine" if engines == 1 else f"{engines} engines"
+    beside = f" beside {each} with sampler.sglang.mem_fraction_static={share:g}"
+    return limit_beside_engines(engines * share, gpu_bytes), beside
 
 
-def limit_beside_engine(share: float, gpu_bytes: int) -> float:
-    """Return the bytes of a GPU that a rank may need while an engine keeps its ``mem_fraction_static``."""
+def limit_beside_engines(share: float, gpu_bytes: int) -> float:
+    """Return the bytes of a GPU that a rank may need while engines keep a ``share`` of it, the sum of ``mem_fraction_static``."""
     return (FITS - share) * gpu_bytes
 
 
-def _engine_is_on_the_only_gpu(config: Config) -> bool:
+def _engines_are_on_the_only_gpu(config: Config) -> bool:
     from agentrl.cluster.placement_layout import gpus_here
 
     return config.sampler.device == "cuda" and not config.sampler.urls and gpus_here() == 1

@@ -7,6 +7,7 @@ learner loads the weights, so that all its GPU memory is free again.
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from agentrl.algo.registry import algorithm_faults
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.engine_groups import evaluation_engines, training_engines
+from agentrl.config.engine_groups import evaluation_engines, training_engines, training_gpus
 from agentrl.config.judges import judge_configs
 from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
 from agentrl.config.load import find_config, read_yaml, validate
@@ -35,7 +36,7 @@ from agentrl.models.sharded_weights import is_sharded
 from agentrl.obs.console import print_message
 from agentrl.obs.run_end import read_end
 from agentrl.obs.waiting import waiting
-from agentrl.planner.training_summary import KEEPS_GRADIENTS, estimate_memory, fit_to_gpu, limit_beside_engine
+from agentrl.planner.training_summary import KEEPS_GRADIENTS, estimate_memory, fit_to_gpu, limit_beside_engines
 
 FOLDER = "warm_start"
 """Folder in the run's folder: configuration, metrics and ``model`` of the warm start."""
@@ -154,11 +155,12 @@ class WarmStart:
         config = self.config.model_copy(update={"algo": AlgoConfig()})
         config, _ = fit_to_gpu(with_rates(config, self.base, None, "sft"), self.base)
         sft_bytes = estimate_memory(config, self.base)[0].total
-        if sft_bytes <= limit_beside_engine(share, gpu):
+        engines = 1 if run.placement.shares_gpus else math.ceil(training_gpus(run.sampler) / torch.cuda.device_count())
+        if sft_bytes <= limit_beside_engines(engines * share, gpu):
             return ""
         return (
-            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and they take "
-            f"sampler.sglang.mem_fraction_static={share:g} of it"
+            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and "
+            f"{'they take' if engines == 1 else f'{engines} of them each take'} sampler.sglang.mem_fraction_static={share:g} of it"
         )
 
 

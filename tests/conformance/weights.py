@@ -43,7 +43,7 @@ class Weights:
             update = (
                 client.updates.from_disk(engine.other, 5) if disk else client.updates.from_tensors(named, 5, last=True)
             )
-            with pytest.raises(EngineError, match="pause it with mode='abort'"):
+            with pytest.raises(EngineError, match=r"set weights\.pause=abort"):
                 await update
             await client.resume()
             return await task

@@ -328,7 +328,7 @@ class SGLangWeightUpdates:
         if not self._brackets:
             raise EngineError(
                 f"the engine at {self._control.url} keeps paused requests, and this SGLang cannot change weights with "
-                "them: pause it with mode='abort', or take SGLang 0.5.23 or newer"
+                "them: set weights.pause=abort, or take SGLang 0.5.23 or newer"
             )
         await self._control.call("/end_weight_update", {})
 

@@ -245,7 +245,8 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     guard = [sys.executable, "-S", str(GUARD)]
     begun = time.monotonic()
     with ExitStack() as locks, ExitStack() as ports:
-        if machine is None:  # machines of an engine wait for each other, and must not wait for other engines meanwhile
+        # Machines of an engine wait for each other, and must not wait for other engines meanwhile.
+        if machine is None and "max-total-tokens" not in flags:
             locks.enter_context(_gpus_locked(gpus))
         waited_s = time.monotonic() - begun
         port_number = ports.enter_context(reserve_port(host, port, key="sampler.port"))
@@ -272,7 +273,8 @@ def _gpus_locked(gpus: Sequence[str]) -> Iterator[None]:
     """Wait for other engines that take memory of these GPUs, and let those that start later wait.
 
     SGLang sizes its KV cache by the free memory before and after it loads its weights. What another engine takes between the
-    two is missing in the cache, or leaves none.
+    two is missing in the cache, or leaves none. With ``max_total_tokens`` the cache has that size whatever the others take, as
+    long as ``mem_fraction_static`` has room for both.
     """
     with ExitStack() as files:
         for gpu in sorted(gpus):

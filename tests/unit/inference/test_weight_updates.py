@@ -121,7 +121,7 @@ def test_requests_that_a_pause_keeps_in_the_engine(brackets: bool) -> None:
             await updates.from_disk(Path("weights"), 2)
         else:
             for refused in (from_tensors(updates, 1, last=True), updates.from_disk(Path("weights"), 2)):
-                with pytest.raises(EngineError, match=r"keeps paused requests.*pause it with mode='abort'"):
+                with pytest.raises(EngineError, match=r"keeps paused requests.*set weights\.pause=abort"):
                     await refused
         await updates.wait_ready()
 

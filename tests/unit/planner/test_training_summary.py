@@ -51,15 +51,20 @@ def test_the_fastest_that_fits_is_chosen(
     assert estimate_memory(config, folder)[0].total <= FITS * gib * 2**30
 
 
-@pytest.mark.parametrize(("gpus", "chosen"), [(1, (14336, "8bit")), (2, (16384, "float32"))])
-def test_an_engine_on_the_only_gpu_keeps_its_share(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, chosen: tuple[int, str]
+@pytest.mark.parametrize(
+    ("gpus", "engines", "share", "chosen"),
+    [(1, 1, 0.4, (14336, "8bit")), (1, 2, 0.2, (14336, "8bit")), (2, 1, 0.4, (16384, "float32"))],
+)
+def test_engines_on_the_only_gpu_keep_their_shares(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, engines: int, share: float, chosen: tuple[int, str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    engine = ["sampler.backend=sglang", "sampler.sglang.device=cuda", "sampler.sglang.mem_fraction_static=0.4"]
-    config, [line] = fit_to_gpu(load_config(None, [*ON_A_GPU, *engine]), folder, lambda: int(139.8 * 2**30))
+    sampler = ["sampler.backend=sglang", "sampler.sglang.device=cuda", f"sampler.engines={engines}"]
+    overrides = [*ON_A_GPU, *sampler, f"sampler.sglang.mem_fraction_static={share}"]
+    config, [line] = fit_to_gpu(load_config(None, overrides), folder, lambda: int(139.8 * 2**30))
     assert (config.batch.tokens_per_micro, config.learner.optimizer.state) == chosen
-    assert line.endswith("beside an engine with sampler.sglang.mem_fraction_static=0.4") == (gpus == 1)
+    words = {1: "an engine", 2: "2 engines"}[engines]
+    assert line.endswith(f"beside {words} with sampler.sglang.mem_fraction_static={share}") == (gpus == 1)
     assert estimate_memory(config, folder)[0].total <= (FITS - 0.4 * (gpus == 1)) * 139.8 * 2**30
 
 

@@ -122,6 +122,12 @@ COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
             1,
             "GiB of the GPU's 80.0.*mem_fraction_static=0.95",
         ),
+        ([*SGLANG, "sampler.sglang={mem_fraction_static: 0.48}"], 1, ""),
+        (
+            [*SGLANG, "sampler.sglang={mem_fraction_static: 0.48}", "sampler.engines=2"],
+            1,
+            "2 of them each take .*mem_fraction_static=0.48",
+        ),
         (COLOCATED, 1, "mem_fraction_static is not set"),
         (SGLANG, 2, ""),
         (SGLANG, 1, "mem_fraction_static is not set"),
