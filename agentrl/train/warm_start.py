@@ -159,8 +159,8 @@ class WarmStart:
         if sft_bytes <= limit_beside_engines(engines * share, gpu):
             return ""
         return (
-            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and "
-            f"{'they take' if engines == 1 else f'{engines} of them each take'} sampler.sglang.mem_fraction_static={share:g} of it"
+            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and {engines} on it take "
+            f"sampler.sglang.mem_fraction_static={share:g} each"
         )
 
 

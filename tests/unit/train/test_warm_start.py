@@ -126,7 +126,7 @@ COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
         (
             [*SGLANG, "sampler.sglang={mem_fraction_static: 0.48}", "sampler.engines=2"],
             1,
-            "2 of them each take .*mem_fraction_static=0.48",
+            "and 2 on it take .*mem_fraction_static=0.48 each",
         ),
         (COLOCATED, 1, "mem_fraction_static is not set"),
         (SGLANG, 2, ""),
