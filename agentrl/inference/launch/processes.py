@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -18,12 +17,12 @@ from typing import Any
 import psutil
 
 from agentrl.config.sampler import EmbeddedConfig
-from agentrl.core.child_process import LOOPBACK, ChildProcess, is_healthy, reserve_port
+from agentrl.core.child_process import LOOPBACK, ChildProcess, is_healthy, reserve_port, started_children
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError
 from agentrl.distributed.sglang_loader import FOLDER, LOADERS
 from agentrl.inference.launch import cpu_sglang
 from agentrl.inference.launch.interpreter import Interpreter
-from agentrl.inference.launch.kept_engines import KeptChild, user_folder
+from agentrl.inference.launch.kept_engines import KeptChild, try_lock, user_folder
 from agentrl.inference.launch.startup_log import StartupLog, StartupPhase, last_error
 
 GUARD = Path(__file__).with_name("guard.py")
@@ -247,7 +246,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     with ExitStack() as locks, ExitStack() as ports:
         # Machines of an engine wait for each other, and must not wait for other engines meanwhile.
         if machine is None and "max-total-tokens" not in flags:
-            locks.enter_context(_gpus_locked(gpus))
+            locks.enter_context(_gpus_locked(gpus, timeout_s))
         waited_s = time.monotonic() - begun
         port_number = ports.enter_context(reserve_port(host, port, key="sampler.port"))
         if disaggregation:
@@ -269,17 +268,31 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
 
 
 @contextmanager
-def _gpus_locked(gpus: Sequence[str]) -> Iterator[None]:
+def _gpus_locked(gpus: Sequence[str], timeout_s: float) -> Iterator[None]:
     """Wait for other engines that take memory of these GPUs, and let those that start later wait.
 
     SGLang sizes its KV cache by the free memory before and after it loads its weights. What another engine takes between the
     two is missing in the cache, or leaves none. With ``max_total_tokens`` the cache has that size whatever the others take, as
     long as ``mem_fraction_static`` has room for both.
+
+    Raises:
+        EngineError: others take longer than ``timeout_s``, or this start was cancelled.
     """
-    with ExitStack() as files:
-        for gpu in sorted(gpus):
-            file = files.enter_context((user_folder() / f"gpu-{gpu}.lock").open("w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
+    children, deadline = started_children.get(), time.monotonic() + timeout_s
+    with ExitStack() as locks:
+        for gpu in sorted(set(gpus)):
+            file = user_folder() / f"gpu-{gpu.replace('/', '-')}.lock"
+            file.touch()
+            while (lock := try_lock(file)) is None:
+                if children is not None and children.ended:
+                    raise EngineError("the start was cancelled")
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"SGLang is not started: for {timeout_s:g} s other engines have been loading weights on GPU {gpu} "
+                        f"({file} is locked); end them, raise sampler.start_timeout_s, or set sampler.sglang.max_total_tokens"
+                    )
+                time.sleep(_SLOW_POLL_S)
+            locks.callback(os.close, lock)
         yield
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import fcntl
 import json
 import os
 import socket
@@ -172,6 +173,33 @@ def test_engines_that_share_a_gpu_take_its_memory_one_after_the_other(
         engines = [start.result() for start in starting]
     for engine in engines:
         engine.stop()
+
+
+def test_a_start_that_waits_for_a_gpu_has_a_limit_and_can_be_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU, of which the name is that of an older driver's partition, is locked by the test."""
+    install_stand_in(tmp_path, monkeypatch)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    start = partial(launch_sglang, tmp_path, log=tmp_path / "log", gpus=["MIG-GPU-8/1/0"])
+    (tmp_path / "agentrl").mkdir()
+    with (tmp_path / "agentrl" / "gpu-MIG-GPU-8-1-0.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        async def start_and_cancel() -> bool:
+            starting = asyncio.create_task(launch(partial(start, timeout_s=600), "engine-0"))
+            await asyncio.sleep(0)
+            starting.cancel()
+            ended, _ = await asyncio.wait({starting}, timeout=20)
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            await asyncio.wait({starting})
+            return bool(ended)
+
+        assert asyncio.run(start_and_cancel())
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(EngineError, match=r"for 0\.1 s .* on GPU MIG-GPU-8/1/0 .*sampler\.start_timeout_s"):
+            start(timeout_s=0.1)
+    assert not (tmp_path / "log").exists()
 
 
 def test_options_become_flags() -> None:
