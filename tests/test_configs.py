@@ -117,8 +117,12 @@ def test_a_language_model_on_two_gpus_is_trained_as_on_one() -> None:
     assert (run_config.placement.mode, run_config.weights.transport) == ("separate", "ipc")
     assert (two.placement.mode, two.weights.transport) == ("disaggregate", "distributed")
     trees = [config.model_dump() for config in (run_config, two)]
-    for tree in trees:
-        tree["placement"] = tree["weights"]["transport"] = tree["sampler"]["sglang"]["mem_fraction_static"] = None
+    for tree, engines in zip(trees, (2, 1), strict=True):
+        tree["placement"] = tree["weights"]["transport"] = None
+        assert tree["sampler"].pop("engines") == engines
+        assert tree["sampler"]["sglang"].pop("cuda_graph_max_bs_decode") * engines == run_config.rollout.concurrency
+        for key in ("mem_fraction_static", "max_total_tokens"):
+            tree["sampler"]["sglang"].pop(key, None)
     assert trees[0] == trees[1]
     assert run_config.eval.size == 300
     warm = warm_start_config(run_config, Path("run"))
@@ -207,6 +211,13 @@ def test_missing_file_lists_what_is_shipped() -> None:
         find_config("search_r1/cqu")
     assert default_config("search_r1", gpu=False) == shipped_folder() / "search_r1" / "cpu.yaml"
     assert default_config("no_such_env", gpu=False) is None
+
+
+@pytest.mark.parametrize("env", ["search_r1", "python_math", "code_contest", "geometry"])
+def test_every_environment_with_a_preset_has_one_on_a_gpu(env: str) -> None:
+    config = load_config(default_config(env, gpu=True))
+    assert config.env.name == env
+    assert config.tasks.name
 
 
 def test_reference_is_current_and_documents_every_key() -> None:

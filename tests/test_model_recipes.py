@@ -42,8 +42,8 @@ def test_a_recipe_fits_on_every_preset(name: str, env: str) -> None:
     assert [layer.origin for layer in layers][2] == f"recipe models/{name}"
     assert {*layers[2].tree} == {"model", "render", "placement", "sampler", "batch", "learner", "weights"}
     on_gpus = default_config(env, gpu=True)
-    below = layers[:2] if on_gpus is None else [layers[0], Layer("gpu", read_yaml(on_gpus))]
-    for config in (load_layers(layers), load_layers([*below, layers[2]])):
+    assert on_gpus is not None
+    for config in (load_layers(layers), load_layers([layers[0], Layer("gpu", read_yaml(on_gpus)), layers[2]])):
         check_placement(config, "cuda")
         assert (config.learner.device, config.sampler.backend) == ("cuda", "sglang")
         assert config.learner.optimizer.lr == "auto", "no preset's rate for a small policy is left"

@@ -153,9 +153,9 @@ def training_configs(env: str) -> list[str]:
 
 
 def default_config(env: str, *, gpu: bool) -> Path | None:
-    """Return the shipped configuration for an environment on this hardware, or None."""
-    path = shipped_folder() / env / ("gpu.yaml" if gpu else "cpu.yaml")
-    return path if path.is_file() else None
+    """Return the shipped configuration for an environment on this hardware, or None; without one for a GPU, that for a CPU."""
+    names = ("gpu.yaml", "cpu.yaml") if gpu else ("cpu.yaml",)
+    return next((path for name in names if (path := shipped_folder() / env / name).is_file()), None)
 
 
 def shipped_name(file: Path) -> str | None:
