@@ -225,10 +225,13 @@ def check_placement(config: Config) -> None:
     mode, ranks = config.placement.mode, config.learner.ranks
     has_critic_gpus = needs_critic(config.algo) and mode != "colocate"
     required_gpus = 2 * ranks if has_critic_gpus else ranks
-    if config.learner.device == "cuda" and running_address() is None and required_gpus > gpus_here():
+    chosen, available = config.learner.device, gpus_here()
+    uses_gpus = chosen == "cuda" or (chosen == "auto" and available > 0)
+    if uses_gpus and running_address() is None and required_gpus > available:
         critic = " for the policy and as many for its critic" if has_critic_gpus else ""
+        advice = ", or set placement.mode=colocate, where the critic is on the policy's GPUs" if has_critic_gpus else ""
         raise MissingError(
-            f"learner.device=cuda with learner.ranks={ranks} wants as many GPUs{critic}; there are {gpus_here()} here"
+            f"learner.device={chosen} with learner.ranks={ranks} wants as many GPUs{critic}; there are {available} here{advice}"
         )
     if mode == "separate":
         check_placement_keys(config, config.learner.device)
@@ -239,14 +242,14 @@ def check_placement(config: Config) -> None:
     check_placement_keys(config, device)
     _check_shared_judges(config)
     gpus = lay_out(config, device).total.get("GPU", 0)
-    if gpus > gpus_here() and running_address() is None:
+    if gpus > available and running_address() is None:
         learner = f"learner.ranks={ranks}{' and its critic' if has_critic_gpus else ''}"
         own_text, sampler = _other_engines_text(config), config.sampler
         groups = disaggregated_groups(sampler)
         engines = f"sampler.engines={sampler.engines} of {sampler.engine_ranks} each"
         engines = f"sampler.groups ({_engine_text(sampler)})" if groups else engines
         raise MissingError(
-            f"placement.mode={mode} wants {gpus} GPUs for {learner} and {engines}{own_text}; there are {gpus_here()} here, and "
+            f"placement.mode={mode} wants {gpus} GPUs for {learner} and {engines}{own_text}; there are {available} here, and "
             "no Ray runs that has more (`ray start`, or RAY_ADDRESS)"
         )
 

@@ -156,10 +156,15 @@ def test_too_few_gpus_are_named_unless_a_cluster_may_have_them(monkeypatch: pyte
         MissingError, match=r"wants 6 GPUs .*ranks=2 .*engines=2 of 2 each; there are 4 here, and no Ray"
     ):
         check_placement(load_config(None, [*settings, "sampler.engines=2"]))
-    with pytest.raises(
-        MissingError, match=r"learner\.ranks=3 wants as many GPUs for the policy and as many for its critic"
-    ):
-        check_placement(load_config(None, ["learner.device=cuda", "learner.ranks=3", "algo.advantage.name=gae"]))
+    for device in ("cuda", "auto"):
+        with pytest.raises(
+            MissingError,
+            match=rf"learner\.device={device} .*ranks=3 wants as many GPUs for the policy and as many for its critic; there are "
+            r"4 here, or set placement\.mode=colocate",
+        ):
+            check_placement(
+                load_config(None, [f"learner.device={device}", "learner.ranks=3", "algo.advantage.name=gae"])
+            )
     with pytest.raises(MissingError, match=r"learner\.ranks=5 wants as many GPUs; there are 4 here"):
         check_placement(load_config(None, ["learner.ranks=5", "learner.device=cuda"]))
     monkeypatch.setattr(placing, "running_address", lambda: "10.0.0.1:6379")
