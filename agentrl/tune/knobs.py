@@ -60,6 +60,8 @@ def _engine_knobs(config: Config, machine: Machine, rollout: tuple[str, ...]) ->
     if not sampler.uses_sglang:
         yield Knob("sampler.embedded.threads", lambda config: _threads(config, machine), rollout)
     elif sampler.device == "cuda":
+        if machine.gpus == 1 and config.placement.mode == "separate" and sampler.memory_share and not sampler.groups:
+            yield Knob("engines on the GPU", _engines_on_the_gpu, rollout)
         yield Knob("speculative decoding", _speculation, rollout)
         yield Knob("CUDA graphs", _cuda_graphs, rollout)
         if sampler.memory_share is not None:
@@ -148,6 +150,25 @@ def _cuda_graphs(config: Config) -> Directions:
     name = next((name for name in names if sampler.sglang_option(name) is not None), names[1])
     requests = _requests(config)
     return _values(f"sampler.sglang.{name}", [requests] if sampler.sglang_option(name) != requests else [])
+
+
+def _engines_on_the_gpu(config: Config) -> Directions:
+    """Engines that divide the memory of those of now: a small model leaves the GPU idle while an engine's process is busy."""
+    sampler = config.sampler
+    fraction, tokens = sampler.memory_share, sampler.sglang_option("max_total_tokens")
+    assert fraction is not None, "only an option that is set is divided"
+
+    def share_memory(engines: int) -> Settings:
+        settings: dict[str, Any] = {
+            "sampler.engines": engines,
+            "sampler.sglang.mem_fraction_static": round(fraction * sampler.engines / engines, 3),
+        }
+        if isinstance(tokens, int):
+            settings["sampler.sglang.max_total_tokens"] = tokens * sampler.engines // engines
+        return settings
+
+    more = [share_memory(sampler.engines + extra) for extra in (1, 2)]
+    return [more, [share_memory(sampler.engines - 1)] if sampler.engines > 1 else []]
 
 
 def _memory_fraction(config: Config) -> Directions:

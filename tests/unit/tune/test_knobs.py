@@ -96,6 +96,22 @@ def test_gpus_are_split_otherwise_and_shared() -> None:
     assert "GPUs of learner and engines" not in choices_of([*split, "algo.advantage.name=gae"])
 
 
+def test_engines_on_the_only_gpu_divide_its_memory() -> None:
+    one_gpu, shared = Machine(cores=16, gpus=1), [*GPU, "sampler.sglang={mem_fraction_static: 0.3}"]
+    more, fewer = choices_of(shared, one_gpu)["engines on the GPU"]
+    assert more == [
+        {"sampler.engines": 2, "sampler.sglang.mem_fraction_static": 0.15},
+        {"sampler.engines": 3, "sampler.sglang.mem_fraction_static": 0.1},
+    ]
+    assert fewer == []
+    two = [*GPU, "sampler.engines=2", "sampler.sglang={mem_fraction_static: 0.15, max_total_tokens: 3000}"]
+    more, fewer = choices_of(two, one_gpu)["engines on the GPU"]
+    assert [settings["sampler.sglang.max_total_tokens"] for settings in (*more, *fewer)] == [2000, 1500, 6000]
+    assert fewer[0]["sampler.engines"] == 1
+    for settings, machine in ((shared, NODE), (GPU, one_gpu), ([*shared, "placement.mode=colocate"], one_gpu)):
+        assert "engines on the GPU" not in choices_of(settings, machine)
+
+
 @pytest.mark.parametrize("base", [[], GPU, [*GPU, "placement.mode=disaggregate"], ["async.max_staleness=2"]])
 def test_nothing_is_tried_that_changes_what_is_learned(base: list[str]) -> None:
     """The keys that differ are of speed, and every choice is a valid configuration."""
