@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentrl.config.engine_groups import training_engines
 from agentrl.config.learner import LearnerConfig, OptimizerState, Recompute
 from agentrl.config.schema import Config
+from agentrl.config.started_engines import memory_shares, started_engines
 from agentrl.core.kernel_cache import kernel_folder
 from agentrl.models.freezing import count_trained, frozen_names, matching_names
 from agentrl.models.learning_rates import Use, count_weights, describe_optimizer
@@ -144,17 +144,18 @@ def fit_to_gpu(
 def memory_limit(config: Config, gpu_bytes: int) -> tuple[float, str]:
     """Return the bytes of a GPU that a rank of the learner may need by the estimate, and words on engines beside it.
 
-    With ``placement.mode=separate`` on a machine with one GPU, the engines keep their shares of it while the learner trains.
+    With ``placement.mode=separate`` on a machine with one GPU, all engines that the run starts keep their shares of it while the
+    learner trains: those of the policy, of teachers, frozen roles, snapshots, judges and evaluations.
     """
     if config.placement.shares_gpus:
         return FITS_SHARED * gpu_bytes, ""
-    share = config.sampler.memory_share
-    if share is None or not _engines_are_on_the_only_gpu(config):
+    shares = memory_shares(started_engines(config))
+    if not shares or not _has_one_gpu():
         return FITS * gpu_bytes, ""
-    engines = training_engines(config.sampler)
-    each = "an engine" if engines == 1 else f"{engines} engines"
-    beside = f" beside {each} with sampler.sglang.mem_fraction_static={share:g}"
-    return limit_beside_engines(engines * share, gpu_bytes), beside
+    engines = "an engine" if len(shares) == 1 else f"{len(shares)} engines"
+    share_names = ", ".join(f"{share:g}" for share in dict.fromkeys(shares))
+    beside = f" beside {engines} with sampler.sglang.mem_fraction_static={share_names}"
+    return limit_beside_engines(sum(shares), gpu_bytes), beside
 
 
 def limit_beside_engines(share: float, gpu_bytes: int) -> float:
@@ -162,10 +163,10 @@ def limit_beside_engines(share: float, gpu_bytes: int) -> float:
     return (FITS - share) * gpu_bytes
 
 
-def _engines_are_on_the_only_gpu(config: Config) -> bool:
+def _has_one_gpu() -> bool:
     from agentrl.cluster.placement_layout import gpus_here
 
-    return config.sampler.device == "cuda" and not config.sampler.urls and gpus_here() == 1
+    return gpus_here() == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,14 @@ from rich.console import Console
 
 from agentrl.algo.registry import algorithm_faults
 from agentrl.config.algo import AlgoConfig
-from agentrl.config.engine_groups import evaluation_engines, training_engines, training_gpus
-from agentrl.config.judges import judge_configs
+from agentrl.config.engine_groups import training_engines, training_gpus
 from agentrl.config.layers import config_files, merge_layers, save_config, saved_layers
 from agentrl.config.load import find_config, read_yaml, validate
 from agentrl.config.merging import Tree, merge
+from agentrl.config.sampler import SamplerConfig
 from agentrl.config.schema import Config
 from agentrl.config.sft import SftConfig
+from agentrl.config.started_engines import memory_shares, started_engines
 from agentrl.core.child_process import ChildProcess
 from agentrl.core.errors import ConfigError, LearnerError, UserError
 from agentrl.evaluation.checkpoint_model import check_model
@@ -133,33 +134,29 @@ class WarmStart:
             return f"env.roles.{frozen}.frozen is the policy that it trains"
         if warm.learner.ranks > 1:
             return f"it has learner.ranks={warm.learner.ranks}"
-        if run.sampler.urls or run.sampler.device == "cpu" or resolve_device(warm.learner) == "cpu":
+        engines = [engine for engine in started_engines(run) if engine.device == "cuda"]
+        if not engines or resolve_device(warm.learner) == "cpu":
             return ""
-        teachers = sum(teacher.path is not None for teacher in run.algo.distillation.teachers.values())
-        reserved = teachers + sum(role.frozen is not None for role in run.env.roles.values())
-        reserved += sum(judge.engines for judge in judge_configs(run).values())
-        reserved += evaluation_engines(run.sampler)
-        engines = training_engines(run.sampler) + reserved
-        if not run.placement.shares_gpus and torch.cuda.device_count() > engines * run.sampler.engine_ranks:
+        if not run.placement.shares_gpus and torch.cuda.device_count() > sum(engine.engine_ranks for engine in engines):
             return ""  # it trains on the first GPU, which no engine has
-        if reserved:
-            return "engines of teachers, frozen roles, judges and evaluations may be on its GPU"
-        return self._why_no_memory(run)
+        if run.sampler.urls or len(engines) > training_engines(run.sampler):
+            return "engines of teachers, frozen roles, snapshots, judges and evaluations may be on its GPU"
+        return self._why_no_memory(run, engines)
 
-    def _why_no_memory(self, run: Config) -> str:
-        share, gpu = run.sampler.memory_share, gpu_bytes()
-        if share is None:
+    def _why_no_memory(self, run: Config, engines: list[SamplerConfig]) -> str:
+        shares, gpu = memory_shares(engines), gpu_bytes()
+        if shares is None:
             return "sampler.sglang.mem_fraction_static is not set, so that they take most of the GPU"
         if self.config.learner.backend not in KEEPS_GRADIENTS or gpu is None:
             return "the memory that it needs is not known"
         config = self.config.model_copy(update={"algo": AlgoConfig()})
         config, _ = fit_to_gpu(with_rates(config, self.base, None, "sft"), self.base)
-        sft_bytes = estimate_memory(config, self.base)[0].total
-        engines = 1 if run.placement.shares_gpus else math.ceil(training_gpus(run.sampler) / torch.cuda.device_count())
-        if sft_bytes <= limit_beside_engines(engines * share, gpu):
+        sft_bytes, share = estimate_memory(config, self.base)[0].total, max(shares)
+        count = 1 if run.placement.shares_gpus else math.ceil(training_gpus(run.sampler) / torch.cuda.device_count())
+        if sft_bytes <= limit_beside_engines(count * share, gpu):
             return ""
         return (
-            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and {engines} on it take "
+            f"it needs about {sft_bytes / 2**30:.1f} GiB of the GPU's {gpu / 2**30:.1f}, and {count} on it take "
             f"sampler.sglang.mem_fraction_static={share:g} each"
         )
 

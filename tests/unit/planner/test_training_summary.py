@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,18 @@ import torch
 
 from agentrl.config.load import load_config
 from agentrl.models.random_models import SHAPES, model_config
-from agentrl.planner.training_summary import FITS, describe_memory, describe_training, estimate_memory, fit_to_gpu
+from agentrl.planner.training_summary import (
+    FITS,
+    describe_memory,
+    describe_training,
+    estimate_memory,
+    fit_to_gpu,
+    memory_limit,
+)
 
 ON_A_GPU = ["learner.device=cuda"]
+GROUPS = ["sampler.router=sglang", "weights.gap_limit=off", "eval.background=true", "train.eval_every=1"]
+"""What groups of engines need."""
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +76,35 @@ def test_engines_on_the_only_gpu_keep_their_shares(
     words = {1: "an engine", 2: "2 engines"}[engines]
     assert line.endswith(f"beside {words} with sampler.sglang.mem_fraction_static={share}") == (gpus == 1)
     assert estimate_memory(config, folder)[0].total <= (FITS - 0.4 * (gpus == 1)) * 139.8 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("others", "share", "words"),
+    [
+        (
+            "reward={function: judge, judge: {model: j, engines: 2, sglang: {mem_fraction_static: 0.1}}}",
+            0.5,
+            "3 .*0.3, 0.1",
+        ),
+        ("algo.distillation.teachers={t: {path: x}, u: {url: 'http://127.0.0.1:1'}}", 0.6, "2 .*0.3"),
+        ("env.roles={guide: {frozen: initial}, critic: {frozen: initial}}", 0.6, "2 .*0.3"),
+        ("self_play={engines: 2, mix: {past: 1}}", 0.9, "3 .*0.3"),
+        ("sampler.groups={eval: {serves: evaluation, sglang: {mem_fraction_static: 0.2}}}", 0.5, "2 .*0.3, 0.2"),
+        (
+            "sampler.groups={p: {serves: prefill}, d: {serves: decode, engines: 2, sglang: {mem_fraction_static: 0.1}}}",
+            0.5,
+            "3 .*0.3, 0.1",
+        ),
+    ],
+)
+def test_all_engines_on_the_only_gpu_keep_their_shares(
+    monkeypatch: pytest.MonkeyPatch, others: str, share: float, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    sampler = ["sampler.backend=sglang", "sampler.sglang={device: cuda, mem_fraction_static: 0.3}"]
+    limit, beside = memory_limit(load_config(None, [*ON_A_GPU, *sampler, *GROUPS, others]), 1000)
+    assert limit == pytest.approx((FITS - share) * 1000)
+    assert re.fullmatch(f" beside {words}", beside)
 
 
 @pytest.mark.parametrize(("overrides", "warns"), [([], True), (["learner.cpu_offload=optimizer"], False)])

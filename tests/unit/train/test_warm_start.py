@@ -106,6 +106,12 @@ def test_an_interrupted_one_leaves_no_policy_and_no_process(config: Config, tmp_
 
 
 SGLANG = ["sampler.backend=sglang", "learner.device=cuda"]
+PAIRS = [
+    "sampler.groups={p: {serves: prefill, sglang: {tp_size: 2}}, d: {serves: decode, sglang: {tp_size: 2}}}",
+    "sampler.router=sglang",
+    "weights.gap_limit=off",
+]
+"""Two engines of two GPUs."""
 COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
 
 
@@ -133,6 +139,15 @@ COLOCATED = [*SGLANG, "placement.mode=colocate", "weights.transport=ipc"]
         (SGLANG, 1, "mem_fraction_static is not set"),
         ([*SGLANG, "algo.distillation.teachers={t: {path: x}}"], 3, ""),
         ([*SGLANG, "algo.distillation.teachers={t: {path: x}}"], 2, "engines of teachers"),
+        (
+            [*SGLANG, "sampler.url=http://127.0.0.1:1", "algo.distillation.teachers={t: {path: x}}"],
+            1,
+            "engines of teachers",
+        ),
+        ([*SGLANG, "self_play={engines: 2, mix: {past: 1}}"], 4, ""),
+        ([*SGLANG, "self_play={engines: 2, mix: {past: 1}}"], 3, "snapshots"),
+        ([*SGLANG, *PAIRS], 5, ""),
+        ([*SGLANG, *PAIRS], 4, "mem_fraction_static is not set"),
     ],
 )
 def test_engines_start_meanwhile_if_there_is_room_for_both(
