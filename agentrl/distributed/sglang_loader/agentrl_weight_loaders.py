@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from http.client import HTTPException
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -40,6 +41,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, _FLOAT8)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FETCH_S = 60.0
 """In which some bytes of a payload must come."""
+_PROBE_S = 5.0
+"""The same for a probe: a firewall between engine and sender may answer nothing at all."""
 _ATTEMPTS = 3
 _SYNCHRONOUS = "_sglang_runai_streamer_tensor"
 """Attribute of tensors that SGLang's loaders copy at once. They copy others on a CPU in threads, where `_Masked` is not."""
@@ -272,17 +275,18 @@ def _tensor_parallel_group() -> _RankGroup | None:
     return group if group.world_size > 1 else None
 
 
-def fetch(url: str, size: int, attempts: int) -> torch.Tensor:
+def fetch(url: str, size: int, attempts: int, timeout_s: float = _FETCH_S) -> torch.Tensor:
     """Return ``size`` bytes from the sender.
 
     Raises:
         OSError: they do not come.
+        HTTPException: what answers there speaks no HTTP.
     """
     payload = torch.empty(size, dtype=torch.uint8)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     for attempt in range(1, attempts + 1):
         try:
-            with opener.open(url, timeout=_FETCH_S) as reply:
+            with opener.open(url, timeout=timeout_s) as reply:
                 at, view = 0, payload.numpy().data
                 while at < size:
                     count = reply.readinto(view[at:])
@@ -290,7 +294,7 @@ def fetch(url: str, size: int, attempts: int) -> torch.Tensor:
                         raise ConnectionError(f"{url} ended after {at} of {size} bytes")
                     at += count
                 return payload
-        except OSError:
+        except (OSError, HTTPException):
             if attempt == attempts:
                 raise
             time.sleep(attempt)
@@ -302,8 +306,8 @@ def try_fetch(model: object, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     header, _ = _decode(named_tensors)
     group = _tensor_parallel_group()
     if group is None or group.rank_in_group == 0:
-        with suppress(OSError):
-            fetch(header["url"], header["bytes"], 1)
+        with suppress(OSError, HTTPException):
+            fetch(header["url"], header["bytes"], 1, _PROBE_S)
 
 
 class ReceivedWeights:

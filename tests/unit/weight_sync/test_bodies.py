@@ -21,8 +21,14 @@ import torch
 import torch.distributed as dist
 
 from agentrl.distributed.payload_server import PayloadServer
-from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS, PROBE_LOADER
-from agentrl.distributed.sglang_loader.agentrl_weight_loaders import fetch, load_bucket, load_changes, try_fetch
+from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS, PROBE_LOADER, agentrl_weight_loaders
+from agentrl.distributed.sglang_loader.agentrl_weight_loaders import (
+    fetch,
+    load_bucket,
+    load_changes,
+    probe_entries,
+    try_fetch,
+)
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
 from agentrl.inference.embedded.weights import read_bucket, read_named
@@ -239,6 +245,25 @@ def test_a_payload_that_breaks_off_is_fetched_again() -> None:
         fetched = fetch(f"http://127.0.0.1:{server.getsockname()[1]}/", 4, attempts=2)
         answering.result()
     assert bytes(fetched.tolist()) == b"abcd"
+
+
+@pytest.mark.parametrize("reply", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_a_probe_that_reaches_another_server_loads_nothing(reply: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception would end SGLang. One server answers nothing, as a firewall does, and one is another program's."""
+    monkeypatch.setattr(agentrl_weight_loaders, "_PROBE_S", 0.1)
+
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(reply)
+            connection.recv(4096)
+            connection.recv(4096)
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(answer, server)
+        [entry] = probe_entries(f"http://127.0.0.1:{server.getsockname()[1]}/", 1)
+        try_fetch(Model(), read_named([entry]))
+        answering.result()
 
 
 @pytest.mark.parametrize("loaders", [(), (LOADER,)])
