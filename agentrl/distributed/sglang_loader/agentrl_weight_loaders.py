@@ -21,11 +21,13 @@ import math
 import pickle
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Protocol, TypedDict
 
@@ -252,18 +254,41 @@ def _decode(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.T
     return header, tensors["payload"]
 
 
-def _decode_shared(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor]:
-    """Return header and payload of a bucket, which the engine's first tensor-parallel rank broadcasts to the others."""
+def _decode_shared(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[_Header, torch.Tensor | None]:
+    """Return header and payload of a bucket, which the engine's first tensor-parallel rank broadcasts to the others.
+
+    The payload is None on all ranks if the sender has ended, or has given up this request: an exception would end SGLang.
+    """
     header, payload = _decode(named)
     group = _tensor_parallel_group() if header["bytes"] else None
     is_first = group is None or group.rank_in_group == 0
+    if header["bytes"] and (url := header.get("url")):
+        fetched = _fetch_if_served(url, header["bytes"]) if is_first else None
+        is_served = payload.new_full((1,), fetched is not None)
+        if group is not None:
+            dist.broadcast(is_served, src=group.ranks[0], group=group.device_group)
+        if not bool(is_served):
+            return header, None
+        payload = payload if fetched is None else fetched.to(payload.device)
     if not is_first:
         payload = payload.new_empty(header["bytes"])
-    elif header["bytes"] and (url := header.get("url")):
-        payload = fetch(url, header["bytes"], _ATTEMPTS).to(payload.device)
     if group is not None:
         dist.broadcast(payload, src=group.ranks[0], group=group.device_group)
     return header, payload
+
+
+def _fetch_if_served(url: str, size: int) -> torch.Tensor | None:
+    """Return the payload; None if the sender, which serves it as long as it waits for the engine, no longer does.
+
+    Raises:
+        OSError, HTTPException: see `fetch`.
+    """
+    try:
+        return fetch(url, size, _ATTEMPTS)
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, ConnectionRefusedError) or getattr(error, "code", None) == HTTPStatus.NOT_FOUND:
+            return None
+        raise
 
 
 def _tensor_parallel_group() -> _RankGroup | None:
@@ -362,7 +387,10 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
     """
     received = getattr(model, _HELD, None) or ReceivedWeights()
     setattr(model, _HELD, received)
-    changes, new_name = received.check(*_decode_shared(named_tensors))
+    header, payload = _decode_shared(named_tensors)
+    if payload is None:
+        return
+    changes, new_name = received.check(header, payload)
     with _Masked(model.parameters()):
         model.load_weights((change[0].name, _fill_with_nan(*change)) for change in changes)
     broken = [_is_nan(parameter).any() for parameter in model.parameters() if parameter.dtype in _FLOATS]
@@ -376,6 +404,8 @@ def load_changes(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
 def load_bucket(model: _LoadsWeights, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """Load a bucket of whole weights into an SGLang model, as SGLang's ``flattened_bucket`` does: a custom weight loader."""
     header, payload = _decode_shared(named_tensors)
+    if payload is None:
+        return
     weights, at = [], 0
     for name, dtype_name, shape in header["weights"]:
         dtype: torch.dtype = getattr(torch, dtype_name)

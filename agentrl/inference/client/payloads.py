@@ -7,8 +7,10 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
-from agentrl.distributed.payload_server import PayloadServer
+from agentrl.core.errors import EngineError
+from agentrl.distributed.payload_server import Payload, PayloadServer
 from agentrl.distributed.sglang_loader import PROBE_LOADER
 from agentrl.inference.client.control import ControlEndpoint
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 TENSORS = "/update_weights_from_tensor"
 TARGET = {"disable_draft_model": True, "selector": "target"}
 """Has SGLang load weights into the policy's model alone, and not into a draft's: the option of 0.5.17 and that of 0.5.23."""
-_NOTED_S = 1.0
+_NOTED_S, _LATE_S = 1.0, 30.0
+"""How long a probe, and an update that would fail, wait for the note of a payload that was fetched."""
 _log = logging.getLogger(__name__)
 
 
@@ -50,15 +53,29 @@ class EnginePayloads:
         self._loaders = None
 
     @asynccontextmanager
-    async def body(self, loader: str, bucket: EncodedBucket, ranks: int) -> AsyncIterator[dict[str, object]]:
-        """Yield the body of the request by which an engine of so many ranks loads a bucket, in which it may fetch the payload."""
+    async def body(
+        self, loader: str, bucket: EncodedBucket, ranks: int
+    ) -> AsyncIterator[tuple[dict[str, object], Payload | None]]:
+        """Yield the body of the request by which an engine of so many ranks loads a bucket, and the payload that it fetches."""
         if not self._probed:
             self._probed, self._server = True, await self._find_server(ranks)
         if self._server is None or not len(bucket.payload):
-            yield tensors_body(loader, await asyncio.to_thread(bucket.by_rank, ranks))
+            yield tensors_body(loader, await asyncio.to_thread(bucket.by_rank, ranks)), None
             return
         with self._server.serve(bucket.payload.numpy().data) as payload:
-            yield tensors_body(loader, bucket.by_rank(ranks, payload.url))
+            yield tensors_body(loader, bucket.by_rank(ranks, payload.url)), payload
+
+    async def check_fetched(self, payload: Payload) -> None:
+        """Check that the engine has loaded a payload: it answers the same if it does not reach the server.
+
+        Raises:
+            EngineError: it has not fetched it.
+        """
+        if not await _is_fetched(payload, _LATE_S):
+            raise EngineError(
+                f"the engine at {self._control.url} has loaded no weights: it does not reach {urlsplit(payload.url).netloc}, the "
+                "sender, as it did before; with weights.transport=disk it need not"
+            )
 
     async def _find_server(self, ranks: int) -> PayloadServer | None:
         """Return a server from which the engine can fetch; None if there is none, with a warning."""
@@ -76,8 +93,7 @@ class EnginePayloads:
             with server.serve(memoryview(b"1")) as payload:
                 body = tensors_body(PROBE_LOADER, probe_entries(payload.url, ranks))
                 await self._control.call(TENSORS, body | {"flush_cache": False} | TARGET)
-                # The engine may have answered before the thread that served it has noted that.
-                if await asyncio.to_thread(payload.fetched.wait, _NOTED_S):
+                if await _is_fetched(payload, _NOTED_S):
                     unused.pop_all()
                     return server
         _log.warning(
@@ -92,3 +108,8 @@ class EnginePayloads:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+async def _is_fetched(payload: Payload, timeout_s: float) -> bool:
+    """Return whether a payload was fetched; the engine may have answered before the thread that served it has noted that."""
+    return payload.fetched.is_set() or await asyncio.to_thread(payload.fetched.wait, timeout_s)

@@ -21,6 +21,7 @@ from agentrl.inference.client.payloads import TARGET, TENSORS, EnginePayloads, t
 if TYPE_CHECKING:
     import torch
 
+    from agentrl.distributed.payload_server import Payload
     from agentrl.distributed.sglang_loader.agentrl_weight_loaders import EncodedBucket
 
 
@@ -214,8 +215,8 @@ class SGLangWeightUpdates:
     ) -> None:
         """Load one bucket by a loader of agentrl."""
         await self.begin()
-        async with self.payloads.body(loader, bucket, ranks) as body:
-            await self._bucket(TENSORS, body, version, last=last, once=once)
+        async with self.payloads.body(loader, bucket, ranks) as (body, payload):
+            await self._bucket(TENSORS, body, version, last=last, once=once, payload=payload)
 
     async def from_handles(self, handles: Sequence[str], version: int, *, last: bool) -> None:
         """Load one bucket of weights from memory of the engine's GPUs, one handle a rank."""
@@ -261,7 +262,16 @@ class SGLangWeightUpdates:
         finally:
             await self._finish()
 
-    async def _bucket(self, path: str, body: dict[str, Any], version: int, *, last: bool, once: bool = False) -> None:
+    async def _bucket(
+        self,
+        path: str,
+        body: dict[str, Any],
+        version: int,
+        *,
+        last: bool,
+        once: bool = False,
+        payload: Payload | None = None,
+    ) -> None:
         await self.begin()
         body |= {"flush_cache": last and self._drops_cache, **TARGET}
         if last:
@@ -269,6 +279,8 @@ class SGLangWeightUpdates:
         before, self._changed = self._changed, True
         try:
             await self._control.call(path, body, once=once)
+            if payload is not None:
+                await self.payloads.check_fetched(payload)
             if last and self._brackets:
                 await self._control.call("/end_weight_update", {})
         except EngineError as error:

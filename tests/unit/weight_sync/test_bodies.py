@@ -20,15 +20,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agentrl.core.errors import EngineError
 from agentrl.distributed.payload_server import PayloadServer
 from agentrl.distributed.sglang_loader import BUCKET_LOADER, LOADER, LOADERS, PROBE_LOADER, agentrl_weight_loaders
 from agentrl.distributed.sglang_loader.agentrl_weight_loaders import (
+    EncodedBucket,
     fetch,
     load_bucket,
     load_changes,
     probe_entries,
     try_fetch,
 )
+from agentrl.inference.client import payloads
 from agentrl.inference.client.control import ControlEndpoint
 from agentrl.inference.client.weight_updates import SGLangWeightGroups, SGLangWeightUpdates
 from agentrl.inference.embedded.weights import read_bucket, read_named
@@ -266,6 +269,26 @@ def test_a_probe_that_reaches_another_server_loads_nothing(reply: bytes, monkeyp
         answering.result()
 
 
+@pytest.mark.parametrize("transport", ["tensor", "delta"])
+def test_an_engine_that_no_longer_reaches_the_sender_loads_nothing_and_fails_the_sync(
+    transport: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender has gone after the probe, as one that was killed. An exception in the engine would end SGLang."""
+    monkeypatch.setattr(payloads, "_LATE_S", 0.0)
+    monkeypatch.setattr(agentrl_weight_loaders, "_ATTEMPTS", 1)
+    engine, by_rank = FetchingEngine(1, port), EncodedBucket.by_rank
+
+    def closed(bucket: EncodedBucket, ranks: int, url: str = "") -> list[str]:
+        return by_rank(bucket, ranks, url if bucket.header["bytes"] == 1 else f"{url}-gone")
+
+    monkeypatch.setattr(EncodedBucket, "by_rank", closed)
+    with pytest.raises(EngineError, match=r"engine 0 of 1, .*bucket 1: .* loaded no weights.*127\.0\.0\.1:\d+"):
+        sync(transport, [engine], tmp_path)
+    assert not engine.model.loaded
+    assert "only a part" in engine.updates.unfit
+    assert engine.updates.version is None
+
+
 @pytest.mark.parametrize("loaders", [(), (LOADER,)])
 def test_an_engine_without_the_loader_gets_an_entry_for_each_rank(loaders: tuple[str, ...], tmp_path: Path) -> None:
     engine = CountingEngine(4, loaders)
@@ -290,6 +313,9 @@ def load_entries() -> int:
         for bucket in orjson.loads((folder / f"{load_format}.json").read_bytes()):
             assert bucket["load_format"] == load_format
             load_entry(model, read_named([bucket["serialized_named_tensors"][rank]]))
+        agentrl_weight_loaders._ATTEMPTS = 1
+        for entries in orjson.loads((folder / f"{load_format}.gone.json").read_bytes()):
+            load_entry(model, read_named([entries[rank]]))
         assert model.loaded.keys() == learned.keys()
         assert all(torch.equal(model.loaded[name], weight) for name, weight in learned.items())
     dist.destroy_process_group()
@@ -303,4 +329,8 @@ def test_all_ranks_load_what_the_first_has_received(tmp_path: Path) -> None:
         sync(transport, [engine], tmp_path)
         assert len(engine.buckets) > 2
         (tmp_path / f"{load_format}.json").write_bytes(orjson.dumps(engine.buckets))
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}/"
+        bucket = EncodedBucket({"bytes": 4}, torch.zeros(4, dtype=torch.uint8))
+        (tmp_path / f"{load_format}.gone.json").write_bytes(orjson.dumps([bucket.by_rank(2, url)]))
     run_ranks(f"{__name__}:load_entries", tmp_path, 2, timeout_s=60)
