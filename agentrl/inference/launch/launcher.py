@@ -179,6 +179,7 @@ class EngineSpec:
             if config.uses_sglang
             else [config.embedded.model_dump(mode="json"), self.seed + number, self.restores_weights],
             host,
+            config.port and config.port + number,
             list(gpus),
             self.trust_remote_code,
             [(file.name, _content(file)) for file in sorted(files) if not file.name.endswith(".index.json")],

@@ -228,7 +228,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     """
     options = options or {}
     _check_options(options)
-    if machine is None and int(_with_dashes(options).get("nnodes", 1)) > 1:
+    if machine is None and int(_with_dashes(options).get("nnodes") or 1) > 1:
         raise ConfigError(
             f"sampler.sglang.nnodes={_with_dashes(options)['nnodes']}: this engine is on one machine; only the policy's engines, "
             "with placement.mode=disaggregate or colocate, have several"
@@ -245,7 +245,7 @@ def launch_sglang(  # what a start needs beside SGLang's own options, of which t
     begun = time.monotonic()
     with ExitStack() as locks, ExitStack() as ports:
         # Machines of an engine wait for each other, and must not wait for other engines meanwhile.
-        if machine is None and "max-total-tokens" not in flags:
+        if machine is None and flags.get("max-total-tokens") is None:
             locks.enter_context(_gpus_locked(gpus, timeout_s))
         waited_s = time.monotonic() - begun
         port_number = ports.enter_context(reserve_port(host, port, key="sampler.port"))

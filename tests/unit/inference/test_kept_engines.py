@@ -80,6 +80,7 @@ def test_an_engine_with_other_options_tokens_or_gpus_is_not_taken(spec: EngineSp
     options = spec.config.model_copy(update={"sglang": {"device": "cpu", "context_length": 99}})
     other_keys = [key(replace(spec, config=options)), key(replace(spec, trust_remote_code=True)), key(spec, ("1",))]
     other_keys.append(key(replace(spec, returns_experts=True)))
+    other_keys.append(key(replace(spec, config=spec.config.model_copy(update={"port": 30000}))))
     original = key(spec)
     assert key(replace(spec, seed=9)) == original, "SGLang's samples depend on more than the seed"
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 8, "dtype": "bfloat16"}')
@@ -91,7 +92,7 @@ def test_an_engine_with_other_options_tokens_or_gpus_is_not_taken(spec: EngineSp
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 9, "dtype": "bfloat16"}')
     other_keys.append(key(spec))
     (tmp_path / "model" / "tokenizer.json").write_text("[]")
-    assert len({original, of_config, key(spec), *other_keys}) == 8
+    assert len({original, of_config, key(spec), *other_keys}) == 9
     engine = spec.start(0)
     try:
         engine.release()

@@ -178,10 +178,11 @@ def test_engines_that_share_a_gpu_take_its_memory_one_after_the_other(
 def test_a_start_that_waits_for_a_gpu_has_a_limit_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU, of which the name is that of an older driver's partition, is locked by the test."""
+    """The GPU, of which the name is that of an older driver's partition, is locked by the test. Null unsets an option."""
     install_stand_in(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    start = partial(launch_sglang, tmp_path, log=tmp_path / "log", gpus=["MIG-GPU-8/1/0"])
+    options = {"max_total_tokens": None, "nnodes": None}
+    start = partial(launch_sglang, tmp_path, log=tmp_path / "log", gpus=["MIG-GPU-8/1/0"], options=options)
     (tmp_path / "agentrl").mkdir()
     with (tmp_path / "agentrl" / "gpu-MIG-GPU-8-1-0.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
