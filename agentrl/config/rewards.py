@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from agentrl.config.base import Seconds, Section
+from agentrl.config.sampler import check_sizes
 from agentrl.config.services import ChatModelConfig, ServiceConfig
 from agentrl.core.user_code import MAX_SECONDS
 
@@ -95,6 +96,12 @@ class JudgeConfig(Section):
         if self.model in (None, POLICY) and self.gpus != "shared":
             raise ValueError(f"gpus={self.gpus} is for a judge with engines of its own; set model to a model")
         return self
+
+    @field_validator("sglang")
+    @classmethod
+    def _sizes(cls, options: dict[str, Any]) -> dict[str, Any]:
+        check_sizes(options)
+        return options
 
     @field_validator("scale")
     @classmethod

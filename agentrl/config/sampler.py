@@ -90,7 +90,8 @@ class EngineGroup(Section):
     def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if "python" in options:
             raise ValueError("one interpreter runs the engines of all groups; set sampler.sglang.python")
-        return _check_sizes(options)
+        check_sizes(options)
+        return options
 
     @field_serializer("embedded")
     def _as_set(self, embedded: EmbeddedConfig, info: SerializationInfo) -> dict[str, Any]:
@@ -172,7 +173,8 @@ class SamplerConfig(Section):
     def _sglang_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(options.get("python"), str | None):
             raise ValueError(f"python={options['python']!r} is not a path; set sampler.sglang.python=/…/bin/python")
-        return _check_sizes(options, "sampler.sglang.")
+        check_sizes(options, "sampler.sglang.")
+        return options
 
     @field_validator("groups")
     @classmethod
@@ -263,13 +265,19 @@ class SamplerConfig(Section):
         return int(_size(self.sglang, _MACHINES)) if self.uses_sglang else 1
 
 
-def _check_sizes(options: dict[str, Any], key: str = "") -> dict[str, Any]:
-    """Return options of SGLang; raises `ValueError` if one that is a size is none."""
+def check_sizes(options: Mapping[str, object], key: str = "") -> None:
+    """Check SGLang's options that are sizes or a share of memory; ``key`` comes before their names.
+
+    Raises:
+        ValueError: one is none.
+    """
     for names in (_TENSOR, _PIPELINE, _DATA, ("context_length", "context_length")):
         size = _size(options, names)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{key}{names[1]}={size!r}: SGLang takes a whole number from 1 on")
-    return options
+    share = _normalised(options).get("mem_fraction_static", 1.0)
+    if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        raise ValueError(f"{key}mem_fraction_static={share!r}: SGLang takes a share of a GPU's memory, between 0 and 1")
 
 
 def merge_options(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

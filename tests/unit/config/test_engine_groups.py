@@ -24,6 +24,7 @@ from agentrl.weight_sync.registry import transport_faults
 
 SGLANG = "sampler.backend=sglang"
 BACKGROUND = "eval.background=true"
+JUDGE = ["reward.function=judge", "reward.judge.model=j"]
 
 
 def evaluation(options: str = "") -> list[str]:
@@ -88,6 +89,16 @@ def test_options_of_the_embedded_engine_that_a_group_does_not_set_are_the_common
             r"groups\.eval\.embedded is set, and sampler\.backend=sglang",
         ),
         ([SGLANG, *evaluation(", sglang: {tp_size: two}")], r"sampler\.groups\.eval\.sglang: tp_size='two'"),
+        (
+            [SGLANG, "sampler.sglang.mem-fraction-static=high"],
+            r"sampler\.sglang\.mem_fraction_static='high': .* between 0 and 1",
+        ),
+        (
+            [SGLANG, *evaluation(", sglang: {mem_fraction_static: 1.5}")],
+            r"groups\.eval\.sglang: mem_fraction_static=1\.5",
+        ),
+        ([SGLANG, *JUDGE, "reward.judge.sglang={tp_size: two}"], r"reward\.judge\.sglang: tp_size='two'"),
+        ([SGLANG, *JUDGE, "reward.judge.sglang={mem_fraction_static: 0}"], r"judge\.sglang: mem_fraction_static=0"),
         ([SGLANG, *evaluation(", sglang: {python: /p}")], r"one interpreter runs .* set sampler\.sglang\.python"),
         (evaluation(", embedded: {slots: 0}"), r"sampler\.groups\.eval\.embedded\.slots=0"),
     ],
