@@ -38,10 +38,9 @@ def keep(folder: Path, log: Path, command: list[str]) -> None:
                 time.sleep(_POLL_S)
             code = child.exit_code()
             _write(folder / EXIT, -9 if code is None else code)  # while its process id is not used again
-        while folder.exists() and (lock := try_lock(folder / LOCK)) is None:
+        while folder.exists() and try_lock(folder / LOCK) is None:
             time.sleep(_POLL_S)  # its run still reads why it has ended
         shutil.rmtree(folder, ignore_errors=True)
-        del lock
 
 
 def _is_due(folder: Path) -> bool:

@@ -97,6 +97,7 @@ def test_options_of_the_embedded_engine_that_a_group_does_not_set_are_the_common
             [SGLANG, *evaluation(", sglang: {mem_fraction_static: 1.5}")],
             r"groups\.eval\.sglang: mem_fraction_static=1\.5",
         ),
+        ([SGLANG, "sampler.sglang.nnodes=0"], r"sampler\.sglang\.nnodes=0: SGLang takes a whole number from 1 on"),
         ([SGLANG, *JUDGE, "reward.judge.sglang={tp_size: two}"], r"reward\.judge\.sglang: tp_size='two'"),
         ([SGLANG, *JUDGE, "reward.judge.sglang={mem_fraction_static: 0}"], r"judge\.sglang: mem_fraction_static=0"),
         ([SGLANG, *evaluation(", sglang: {python: /p}")], r"one interpreter runs .* set sampler\.sglang\.python"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from deadlines import until, wait_for_exit, wait_until
 from agentrl.cli.main import main
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.errors import ConfigError, EngineError
-from agentrl.inference.launch import kept_engines
+from agentrl.inference.launch import keeper, kept_engines
 from agentrl.inference.launch.kept_engines import (
+    EXIT,
     UNTIL,
     KeptChild,
     end_engines_below,
@@ -223,3 +225,19 @@ def test_a_keeper_that_hangs_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(kept_engines.sys, "executable", str(python))
     with pytest.raises(EngineError, match="the engine does not start"):
         KeptChild.start_kept(1.0, ["true"], log=tmp_path / "log", name="the engine", env={}, error=EngineError)
+
+
+def test_a_keeper_ends_whole_if_its_run_removes_the_folder_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = tmp_path / "engine", keeper._write
+    folder.mkdir()
+
+    def write_and_remove(file: Path, number: int) -> None:
+        write(file, number)
+        if file.name == EXIT:
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(keeper, "_write", write_and_remove)
+    keeper.keep(folder, tmp_path / "log", ["/bin/true"])
+    assert not folder.exists()
