@@ -162,7 +162,7 @@ def make_task(row: Row, data: DataConfig) -> Task:
     return Task(
         id=name,
         prompt=make_prompt(row, data),
-        answer=None if data.label_key is None else _json_able(row, data.label_key, "data.label_key"),
+        answer=None if data.label_key is None else _label(row, data.label_key),
         metadata={} if metadata_key is None else _metadata(row, metadata_key),
     )
 
@@ -313,6 +313,18 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
     value = _json_able(row, column, "data.metadata_key")
     if not isinstance(value, Mapping):
         raise ConfigError(f"{row.location}: {column!r} (data.metadata_key) must be a mapping, and is {value!r:.80}")
+    return value
+
+
+def _label(row: Row, column: str) -> Any:
+    """Return the value of the column ``data.label_key``. NaN and Infinity are refused: no answer would be right."""
+    value = _json_able(row, column, "data.label_key")
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ConfigError(
+            f"{row.location}: {column!r} (data.label_key) is {value!r:.80}; a label has no NaN and no infinite number"
+        ) from None
     return value
 
 

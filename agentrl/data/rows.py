@@ -192,7 +192,7 @@ def _read_whole(path: Path, key: str, rows_key: str | None) -> list[Row]:
     with reading(f"{key}={path}", f"{path.suffix} file"), path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".json":
             source = file.read()
-            rows = _rows_in(json.loads(source), path, key, rows_key)
+            rows = _rows_in(json.loads(source, object_pairs_hook=_mapping), path, key, rows_key)
             _check_texts(source, rows)
         else:
             csv.field_size_limit(sys.maxsize)
@@ -224,6 +224,15 @@ def _rows_in(value: object, path: Path, key: str, rows_key: str | None) -> list[
     return value
 
 
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; `ValueError` if it has a key several times, of which Python would keep the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has the key {twice!r} several times; rename or remove all but one")
+    return values
+
+
 def _check_texts(source: str, value: object) -> None:
     """Check that the texts of a value in JSON can be encoded in UTF-8; `ValueError` if not."""
     if "\\ud" in source.lower():  # a half of a surrogate pair may be alone
@@ -244,7 +253,7 @@ def parse_line(path: Path, number: int, line: bytes, key: str) -> Row:
         ConfigError: it is no JSON object.
     """
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=_mapping)
         _check_texts(line.decode(errors="replace"), values)
     except (ValueError, RecursionError) as error:
         shown = line[:_SHOWN].decode(errors="replace").rstrip()

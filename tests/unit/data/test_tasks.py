@@ -209,8 +209,11 @@ def test_an_empty_cell_of_metadata_is_no_metadata(tmp_path: Path) -> None:
         ([{"prompt": [{"role": "user", "content": "x", "image": "y"}]}], {}, r"message 1 has image"),
         ([ROWS[0], ROWS[0]], {"id_key": "name"}, r"line 2: 'name' is 'a', as in .*line 1; data\.id_key must name rows"),
         ([], {}, r"data\.path=.*train\.jsonl: the file holds no rows"),
+        (['{"prompt": "x", "prompt": "y"}'], {}, r"line 1 .* is no JSON: an object has the key 'prompt' several times"),
+        (['{"prompt": "x", "label": NaN}'], {"label_key": "label"}, r"line 1: 'label' \(data\.label_key\) is nan;"),
+        (['{"prompt": "x", "label": [1e400]}'], {"label_key": "label"}, r"'label' \(data\.label_key\) is \[inf\];"),
     ],
-    ids=range(17),
+    ids=range(20),
 )
 def test_rows_that_do_not_fit(tmp_path: Path, rows: list[Any], options: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "train.jsonl", rows)
