@@ -77,7 +77,7 @@ def _check_rewards(name: str, returned: object, rollout_ids: list[str]) -> dict[
             raise ConfigError(f"{name} returned no reward for rollout {rollout_id!r}; each needs one")
         try:
             rewards[rollout_id] = float(returned[rollout_id])
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             rewards[rollout_id] = math.nan
         if not math.isfinite(rewards[rollout_id]):
             raise ConfigError(

@@ -160,7 +160,10 @@ def _check(name: str, sample: TrainingSample, original: Rollout) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float | np.number) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _metrics(originals: Mapping[str, Rollout], converted: Mapping[str, Rollout]) -> dict[str, float]:

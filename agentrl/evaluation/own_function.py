@@ -126,7 +126,7 @@ async def call_evaluation(
     for key, value in returned.items():
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not isinstance(key, str) or not key or not math.isfinite(number):
             raise ConfigError(f"{name} returned the metric {key!r}={value!r:.100}, which is no finite number")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -172,8 +172,8 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
             self.steps.append(self.step(env, action))
             observation, reward, terminated, truncated, info = self.steps[-1]
             name = type(env).__name__
-            finite = isinstance(reward, float | int) and math.isfinite(reward)
-            require(finite, f"{name}.step must give a finite float as reward, it gave {reward!r}")
+            finite = isinstance(reward, float | int) and abs(reward) <= sys.float_info.max
+            require(finite, f"{name}.step must give a finite float as reward, it gave {reward!r:.100}")
             for flag, value in (("terminated", terminated), ("truncated", truncated)):
                 require(isinstance(value, bool), f"{name}.step must give {flag} as bool, it gave {value!r}")
             self._check_observation(env, observation, info, known_calls)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import math
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -149,8 +149,8 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
             require(set(env.agents) <= set(live), f"{name} brings agents back: {env.agents}, before {live}")
             for agent in live:
                 reward = rewards.get(agent)
-                finite = isinstance(reward, float | int) and math.isfinite(reward)
-                require(finite, f"{name}.step must give {agent!r} a finite float as reward, it gave {reward!r}")
+                finite = isinstance(reward, float | int) and abs(reward) <= sys.float_info.max
+                require(finite, f"{name}.step must give {agent!r} a finite float as reward, it gave {reward!r:.100}")
                 over = terminations.get(agent) or truncations.get(agent)
                 require(
                     over is (agent not in env.agents),

@@ -178,7 +178,7 @@ def _checked_metrics(name: str, result: object, taken: set[str]) -> dict[str, fl
     for key, value in result.items():
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not isinstance(key, str) or not math.isfinite(number):
             raise CallbackError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ def _resume_faults(config: Config, split: Split, order: DataSource, count: int) 
             "would get other tasks; keep all that the choice depends on in the state"
         )
     for name, value in resumed.metrics().items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             faults.append(f"{key}.metrics() has {name}={value!r:.50}, which is no finite number")
     return faults
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -183,6 +183,6 @@ def _read_object(reply: object) -> Json:
 def _read_verdict(reply: object) -> Json:
     verdict = _read_object(reply)
     reward = verdict.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
         raise UnusableReplyError(f"a reply without a finite reward: {reply!r:.200}")
     return verdict

@@ -152,6 +152,7 @@ def test_an_episode_that_a_limit_of_the_run_ends_is_verified() -> None:
             "measures nothing: judge: down",
         ),
         ({"reward": None}, (), {}, "was not verified: .*/verify: a reply without a finite reward"),
+        ({"reward": 10**400}, (), {}, "was not verified: .*/verify: a reply without a finite reward"),
         ({}, (-503,), {}, "the tool add failed: HTTP 503"),
         ({}, (-500,), {"tool_errors": "fail"}, "the tool add failed: HTTP 500"),
     ],

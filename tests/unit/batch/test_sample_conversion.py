@@ -140,6 +140,7 @@ def test_rewards_of_tokens_are_at_their_tokens_and_add_up_for_estimators_of_whol
     ("change", "fault"),
     [
         (lambda sample: setattr(sample, "reward", float("nan")), "has the reward nan; it must be a finite number"),
+        (lambda sample: setattr(sample, "reward", 10**400), "it must be a finite number"),
         (lambda sample: setattr(sample, "reward", "1"), "has the reward '1'"),
         (
             lambda sample: setattr(sample, "weight", -1.0),

@@ -64,6 +64,11 @@ async def infinite(policy: PolicyEvaluation) -> Mapping[str, float]:
     return {"own": float("inf")}
 
 
+async def too_large(policy: PolicyEvaluation) -> Mapping[str, float]:
+    """Return a number that no float holds."""
+    return {"own": 10**400}
+
+
 def plain(policy: PolicyEvaluation) -> Mapping[str, float]:
     """No coroutine function."""
     return {}
@@ -102,6 +107,7 @@ def test_a_function_runs_the_sets_too_and_its_metrics_are_goals(tmp_path: Path) 
         ("broken", r"raised KeyError: 'hops' \(test_own_function.py:"),
         ("no_metrics", r"returned \[1.0\]; it must return a mapping of metrics"),
         ("infinite", "returned the metric 'own'=inf, which is no finite number"),
+        ("too_large", "returned the metric 'own'=1000.*, which is no finite number"),
     ],
 )
 def test_a_broken_function_ends_the_run_with_its_name(tmp_path: Path, name: str, fault: str) -> None:

@@ -92,6 +92,7 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
         ({"number": lambda self: int(0 * random.random())}, r"global random generators"),
         ({"number": drawn_from_the_class}, r"does not replay|gymnasium"),
         ({"reward": lambda self: float("nan")}, r"finite float|gymnasium"),
+        ({"reward": lambda self: 10**400}, r"finite float"),
         ({"metrics": lambda self: {"turns": 1}}, r"dict of finite floats by name"),
         ({"metrics": lambda self: {"turns": float("inf")}}, r"dict of finite floats by name"),
         ({"call_id": lambda self: "same"}, r"uses the call id 'same' twice"),

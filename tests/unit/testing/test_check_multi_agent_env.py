@@ -58,6 +58,11 @@ class NotFinite(Echo):
         return float("nan")
 
 
+class TooLarge(Echo):
+    def reward(self):
+        return 10**400
+
+
 class BareText(Echo):
     def step(self, actions):
         _, *other_actions = super().step(actions)
@@ -89,6 +94,7 @@ def test_a_correct_environment_passes():
         (Forgets, "set_state does not bring back"),
         (DrawsGlobally, "does not replay"),
         (NotFinite, "finite float"),
+        (TooLarge, "finite float"),
         (BareText, r'must be \{"messages"'),
         (Revives, "no agent to act|until it is terminated"),
         (NobodyActs, "left no agent to act"),

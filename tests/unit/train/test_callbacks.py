@@ -145,6 +145,7 @@ def test_an_error_of_the_run_is_not_hidden_by_that_of_on_end(tmp_path: Path) -> 
         (3.0, "3.0; it may return a mapping of metrics, or None"),
         ({"mine": "much"}, "the metric 'mine'='much', which is no finite number"),
         ({"mine": float("nan")}, "which is no finite number"),
+        ({"mine": 10**400}, "which is no finite number"),
         ({"train/reward": 1.0}, "'train/reward', which the step has already; rename it"),
     ],
 )

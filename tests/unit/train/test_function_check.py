@@ -141,6 +141,7 @@ def halves(groups):
     return {rollout.rollout_id: rollout.reward / 2 for group in groups for rollout in group}
 def first_group(groups): return {rollout.rollout_id: 1.0 for rollout in groups[0]}
 def infinite(groups): return {rollout.rollout_id: math.inf for group in groups for rollout in group}
+def too_large(groups): return {rollout.rollout_id: 10**400 for group in groups for rollout in group}
 def counted(groups): return {rollout.rollout_id: float(next(calls)) for group in groups for rollout in group}
 def others(groups): return {"nobody": 1.0}
 
@@ -270,6 +271,7 @@ def test_what_a_function_does_is_reported(functions: Path, setting: str, seen: l
         ("batch.convert={}:random", "has no 'random'"),
         ("algo.reward_post_process={}:first_group", "returned no reward for rollout"),
         ("algo.reward_post_process={}:infinite", "returned the reward inf"),
+        ("algo.reward_post_process={}:too_large", "returned the reward 1000"),
         ("algo.reward_post_process={}:counted", "other rewards for the same rollouts the second time"),
         ("algo.reward_post_process={}:others", "returned a reward for 'nobody', which is no rollout_id"),
         ("algo.reward_post_process={}:calls", "and no function; write def calls(groups)"),
