@@ -316,7 +316,7 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
     return value
 
 
-def _label(row: Row, column: str) -> Any:
+def _label(row: Row, column: str) -> object:
     """Return the value of the column ``data.label_key``. NaN and Infinity are refused: no answer would be right."""
     value = _json_able(row, column, "data.label_key")
     try:

@@ -224,7 +224,7 @@ def _rows_in(value: object, path: Path, key: str, rows_key: str | None) -> list[
     return value
 
 
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return an object of JSON; `ValueError` if it has a key several times, of which Python would keep the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
