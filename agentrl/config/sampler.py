@@ -271,10 +271,10 @@ def check_sizes(options: Mapping[str, object], key: str = "") -> None:
     Raises:
         ValueError: one is none.
     """
-    for names in (_TENSOR, _PIPELINE, _DATA, _MACHINES, ("context_length", "context_length")):
+    for names in (_TENSOR, _PIPELINE, _DATA, ("nnodes", "nnodes"), ("context_length", "context_length")):
         size = _size(options, names)
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{key}{names[-1]}={size!r}: SGLang takes a whole number from 1 on")
+            raise ValueError(f"{key}{names[1]}={size!r}: SGLang takes a whole number from 1 on")
     share = _normalised(options).get("mem_fraction_static", 1.0)
     if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
         raise ValueError(f"{key}mem_fraction_static={share!r}: SGLang takes a share of a GPU's memory, between 0 and 1")
