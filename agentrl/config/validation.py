@@ -34,9 +34,15 @@ def parse_section(section: type[S], values: Mapping[str, Any], prefix: str = "",
     except ValidationError as error:
         by_key: dict[tuple[str, ...], list[ErrorDetails]] = {}
         for fault in error.errors():
-            by_key.setdefault(_key(section, fault["loc"]), []).append(fault)
+            location = fault["loc"][:-1] if _lacks_entry(fault) else fault["loc"]
+            by_key.setdefault(_key(section, location), []).append(fault)
         keys = [*all_keys(section), *other_keys]
         raise ConfigError("\n".join(_describe(key, faults, prefix, keys) for key, faults in by_key.items())) from None
+
+
+def _lacks_entry(fault: ErrorDetails) -> bool:
+    """Return whether a list of a fixed length is too short; pydantic reports every entry that it lacks."""
+    return fault["type"] == "missing" and isinstance(fault["input"], list | tuple)
 
 
 def _key(section: type[BaseModel], location: Sequence[int | str]) -> tuple[str, ...]:
@@ -85,6 +91,8 @@ def _describe(names: tuple[str, ...], faults: Sequence[ErrorDetails], prefix: st
     if fault["type"] in ("model_type", "dict_type"):
         meant = next((k for k in (f"{key}.name", f"{key}.path") if k in keys and isinstance(value, str)), None)
         messages = ["this is a section and needs keys" + (f"; set {prefix}{meant}={value}" if meant else "")]
+    elif _lacks_entry(fault):
+        messages = [f"a list of {len(value)} is too short"]
     elif fault["type"] in ("string_type", "path_type"):
         messages = ["this is text; put it in quotes"]
     alternatives = [message.removeprefix("Input should be ") for message in dict.fromkeys(messages[1:])]

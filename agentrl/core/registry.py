@@ -251,7 +251,7 @@ def plugin_class(group: str, name: str, kind: str, key: str, base: type[P], own:
     return cls
 
 
-def env_class(name: str, key: str = "--env") -> type[Env] | type[MultiAgentEnv]:
+def env_class(name: str, key: str = "env.name") -> type[Env] | type[MultiAgentEnv]:
     """Return the environment class of a registered name, of ``path/to/file.py:Class`` or ``module:Class``.
 
     Raises:

@@ -86,6 +86,7 @@ def check_tools(config: Config) -> None:
     for name in config.tools:  # of a registered tool that this run does not use: a file may be for several runs
         if name not in tool_names and not is_reference(name):
             raise unknown_name("tool", name, tool_names, f"tools.{name}")
+    backend_class(config.sandbox.backend)  # also if no tool has a sandbox: a name that does not exist is a mistake
     for source_config in config.by_source().values():
         served_tools(source_config, run_services(source_config))
     for name, service in services.items():

@@ -29,6 +29,8 @@ NUMBERS = {int, float}
     [
         ("learner.optimizer.lr=true", "learner.optimizer.lr=true: Input should be a valid number or 'auto'"),
         ("learner.optimizer.betas=[true, 0.9]", "learner.optimizer.betas.0=true: Input should be a valid number"),
+        ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas=[0.9]: a list of 1 is too short"),
+        ("learner.optimizer.betas=[]", "learner.optimizer.betas=[]: a list of 0 is too short"),
         ("sampler.max_running=0", "sampler.max_running=0: Input should be greater than 0 or 'auto'"),
         ("learner.lora.target=5", "learner.lora.target=5: Input should be 'linear' or a valid list"),
         ("train.steps='20'", "train.steps='20': Input should be a valid integer"),

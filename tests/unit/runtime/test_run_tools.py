@@ -57,6 +57,13 @@ def test_settings_of_a_tool_that_does_not_exist(setting: str) -> None:
     check("tools.python.port=8300")  # of another environment: harmless in a file for several
 
 
+def test_a_sandbox_backend_that_does_not_exist_is_refused_without_a_tool_in_it() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"unknown sandbox backend 'dokcer' \(sandbox\.backend\)\. Did you mean 'docker'"
+    ):
+        check("sandbox.backend=dokcer")
+
+
 @pytest.mark.parametrize(
     ("setting", "shown", "key"),
     [
