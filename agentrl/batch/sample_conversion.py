@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.imports import load_function
 from agentrl.core.training_sample import ConvertSamples, SampleRow, TrainingSample
 from agentrl.core.types import MaskReason, Rollout, Row
-from agentrl.core.user_code import calling
+from agentrl.core.user_code import calling, is_finite
 
 KEY = "batch.convert"
 
@@ -160,10 +159,7 @@ def _check(name: str, sample: TrainingSample, original: Rollout) -> None:
 
 
 def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, int | float | np.number) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
-        return False
+    return isinstance(value, int | float | np.number) and is_finite(value)
 
 
 def _metrics(originals: Mapping[str, Rollout], converted: Mapping[str, Rollout]) -> dict[str, float]:

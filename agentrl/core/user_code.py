@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
+import math
 import os
 import sysconfig
 import threading
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from typing_extensions import override
 
@@ -40,6 +41,14 @@ _is_user_task: contextvars.ContextVar[bool] = contextvars.ContextVar("is_user_ta
 """Whether the current task runs a coroutine of the user, or was started by one."""
 _LIBRARIES = (str(Path(__file__).parents[1]) + os.sep, sysconfig.get_path("stdlib") + os.sep)
 """Folders of agentrl and of Python's own modules."""
+
+
+def is_finite(number: SupportsFloat) -> bool:
+    """Return whether a number that the code has returned is finite. An integer that no float holds is not."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 class TimeLimitExceeded(Exception):

@@ -162,7 +162,7 @@ def make_task(row: Row, data: DataConfig) -> Task:
     return Task(
         id=name,
         prompt=make_prompt(row, data),
-        answer=None if data.label_key is None else _label(row, data.label_key),
+        answer=None if data.label_key is None else _json_able(row, data.label_key, "data.label_key", allow_nan=False),
         metadata={} if metadata_key is None else _metadata(row, metadata_key),
     )
 
@@ -316,25 +316,15 @@ def _metadata(row: Row, column: str) -> Mapping[str, Any]:
     return value
 
 
-def _label(row: Row, column: str) -> object:
-    """Return the value of the column ``data.label_key``. NaN and Infinity are refused: no answer would be right."""
-    value = _json_able(row, column, "data.label_key")
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise ConfigError(
-            f"{row.location}: {column!r} (data.label_key) is {value!r:.80}; a label has no NaN and no infinite number"
-        ) from None
-    return value
-
-
-def _json_able(row: Row, column: str, key: str) -> Any:
-    """Return a value that can be written to JSON; parquet has others too, such as dates."""
+def _json_able(row: Row, column: str, key: str, *, allow_nan: bool = True) -> Any:
+    """Return a value that can be written to JSON; parquet has others too, such as dates. No answer equals a label that is NaN."""
     value = row.get_parsed(column, key)
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=allow_nan)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{row.location}: {column!r} ({key}) cannot be written as JSON: {error}") from None
+        raise ConfigError(
+            f"{row.location}: {column!r} ({key}) cannot be written as JSON: {error} ({value!r:.80})"
+        ) from None
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +22,7 @@ from agentrl.core.types import (
     ToolResults,
     ToolStatus,
 )
-from agentrl.core.user_code import describe, user_code
+from agentrl.core.user_code import describe, is_finite, user_code
 from agentrl.testing.contract import (
     ContractError,
     EpisodeRecord,
@@ -172,7 +171,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
             self.steps.append(self.step(env, action))
             observation, reward, terminated, truncated, info = self.steps[-1]
             name = type(env).__name__
-            finite = isinstance(reward, float | int) and abs(reward) <= sys.float_info.max
+            finite = isinstance(reward, float | int) and is_finite(reward)
             require(finite, f"{name}.step must give a finite float as reward, it gave {reward!r:.100}")
             for flag, value in (("terminated", terminated), ("truncated", truncated)):
                 require(isinstance(value, bool), f"{name}.step must give {flag} as bool, it gave {value!r}")

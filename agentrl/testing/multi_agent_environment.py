@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -24,7 +23,7 @@ from agentrl.core.multi_agent_env import (
 from agentrl.core.registry import undefined_step
 from agentrl.core.task import Task
 from agentrl.core.types import Message
-from agentrl.core.user_code import describe
+from agentrl.core.user_code import describe, is_finite
 from agentrl.testing.contract import (
     ContractError,
     EpisodeRecord,
@@ -149,7 +148,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
             require(set(env.agents) <= set(live), f"{name} brings agents back: {env.agents}, before {live}")
             for agent in live:
                 reward = rewards.get(agent)
-                finite = isinstance(reward, float | int) and abs(reward) <= sys.float_info.max
+                finite = isinstance(reward, float | int) and is_finite(reward)
                 require(finite, f"{name}.step must give {agent!r} a finite float as reward, it gave {reward!r:.100}")
                 over = terminations.get(agent) or truncations.get(agent)
                 require(

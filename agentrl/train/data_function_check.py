@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.policy_evaluation import PolicyEvaluation
 from agentrl.core.task import Task
 from agentrl.core.types import Message, Rollout
+from agentrl.core.user_code import is_finite
 from agentrl.data.buffer import DataBuffer, get_tasks, load_buffer_filter
 from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import Split, errors_name_source, make_data_source, open_tasks, read_splits
@@ -91,7 +91,7 @@ def _resume_faults(config: Config, split: Split, order: DataSource, count: int) 
             "would get other tasks; keep all that the choice depends on in the state"
         )
     for name, value in resumed.metrics().items():
-        if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        if not isinstance(value, int | float) or not is_finite(value):
             faults.append(f"{key}.metrics() has {name}={value!r:.50}, which is no finite number")
     return faults
 

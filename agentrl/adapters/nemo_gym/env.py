@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +20,7 @@ from agentrl.core.errors import ConfigError, EnvironmentFailure, ServiceError, u
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import Action, CallStatus, Info, Message, Observation, ToolCall
+from agentrl.core.user_code import is_finite
 
 KEY = "env.options"
 _LOST = (502, 503, 504)
@@ -183,6 +183,6 @@ def _read_object(reply: object) -> Json:
 def _read_verdict(reply: object) -> Json:
     verdict = _read_object(reply)
     reward = verdict.get("reward")
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not is_finite(reward):
         raise UnusableReplyError(f"a reply without a finite reward: {reply!r:.200}")
     return verdict

@@ -56,7 +56,7 @@ class EnginePayloads:
     async def body(
         self, loader: str, bucket: EncodedBucket, ranks: int
     ) -> AsyncIterator[tuple[dict[str, object], Payload | None]]:
-        """Yield the body of the request by which an engine of so many ranks loads a bucket, and the payload that it fetches."""
+        """Yield the body of the request with which an engine of so many ranks loads a bucket, and the payload that it fetches."""
         if not self._probed:
             self._probed, self._server = True, await self._find_server(ranks)
         if self._server is None or not len(bucket.payload):

@@ -72,7 +72,7 @@ def test_labels_are_judged_before_the_start(tmp_path: Path) -> None:
         ),
         (
             ["data.label_key=m.label", "reward=exact_match", f"data.eval_path={tmp_path}/nan.jsonl"],
-            r"nan\.jsonl, line 1: 'm\.label' \(data\.label_key\) is nan; a label has no NaN",
+            r"nan\.jsonl, line 1: 'm\.label' \(data\.label_key\) cannot be written as JSON: .*\(nan\)",
         ),
         (["data.label_key=m.x", "reward=exact_match"], r"'m' has the keys: label"),
     ):
