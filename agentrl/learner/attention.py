@@ -104,7 +104,7 @@ def packed_rows(
             then, and ``R`` is 1.
         batch_invariant: see `RowGroups`; not on a GPU.
     """
-    if flash and device.type == "cuda" and sinks is not None:
+    if flash and device.type != "cpu" and sinks is not None:
         return row_masks(position_ids_R_L.reshape(-1), device, sinks)
     if flash and device.type == "cuda":
         return _bounds(position_ids_R_L.reshape(-1), device)

@@ -65,9 +65,6 @@ class PackedModel(nn.Module):
         """Computes images; None if the model reads none."""
         self.context: Context | None = None
         """The ranks that compute a micro-batch together with this one."""
-        window = getattr(model.config.get_text_config(), "sliding_window", None)
-        self.windows = () if window is None else (window,)
-        """Sizes of the sliding windows that layers may have."""
 
     def forward(
         self,
@@ -117,6 +114,12 @@ class PackedModel(nn.Module):
             hidden = self._hidden(inputs)
             hidden_N_H = hidden.index_select(0, to_device(before_N, device))
             return self._score(hidden_N_H, targets_N, distribution)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Sizes of the sliding windows that layers may have. They are small ones while a model is probed."""
+        window = getattr(self.hf.config.get_text_config(), "sliding_window", None)
+        return () if window is None else (window,)
 
     def _image_inputs(self, micro: MicroBatch) -> tuple[ImageTokens | None, torch.Tensor | None]:
         """Return the images of a micro-batch, and rotary positions ``[3, L]`` if they are not those in the rows.

@@ -15,10 +15,11 @@ from agentrl.batch.microbatch import Truncation
 from agentrl.batch.prefix_tree import prefix_tree
 from agentrl.config.learner import LearnerConfig
 from agentrl.learner import tree_attention
-from agentrl.learner.attention import packed_attention, packed_rows
-from agentrl.learner.fsdp.loading import load_policy
+from agentrl.learner.attention import IMPLEMENTATION, packed_attention, packed_rows
+from agentrl.learner.fsdp.loading import _small_windows, load_policy
 from agentrl.learner.fsdp.model import PolicyModel
-from agentrl.learner.tree_attention import Tree, attend_tree, row_masks, tree_masks, tree_rows
+from agentrl.learner.tree_attention import Tree, TreeMasks, attend_tree, row_masks, tree_masks, tree_rows
+from agentrl.models.load import empty_model
 from tests.batches import pack_rows
 from tests.unit.learner.learners import SIZES, Learners, make_rows
 
@@ -111,6 +112,18 @@ def test_indexers_of_sparse_attention_stay_as_they_are(tmp_path: Path) -> None:
     changed = {n for n, tensor in learner.rank.model.hf.named_parameters() if not torch.equal(tensor, before[n])}
     assert changed == {name for name in before if ".indexer." not in name}
     learners.close()
+
+
+def test_the_probe_of_small_windows_has_masks_of_them_on_a_gpu(tmp_path: Path) -> None:
+    """On `meta`, where rows of a model with sinks are those of a GPU. Several ranks are probed in bfloat16."""
+    policy = PolicyModel(empty_model(make_family(tmp_path, "gpt_oss"), IMPLEMENTATION), 7)
+    policy.autocast = True
+    with _small_windows(policy.hf):
+        rows = policy.attention_rows(torch.arange(9)[None], torch.zeros(1, 9, dtype=torch.int32))
+        windows = {module.sliding_window for module in policy.hf.modules() if hasattr(module, "sliding_window")}
+    assert isinstance(rows, TreeMasks)
+    assert windows == rows.masks.keys() == {None, 4}
+    assert policy.windows == (6,)
 
 
 def attention_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks_H: torch.Tensor, window: int) -> Any:
