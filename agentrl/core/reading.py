@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
+import orjson
 from yaml import YAMLError
 
 from agentrl.core.errors import AgentrlError, ConfigError
@@ -48,6 +50,30 @@ def reading(location: Path | str, kind: str, error: type[AgentrlError] = ConfigE
         raise error(
             f"{location} is not a {kind}, or is damaged: {type(fault).__name__}: {flatten_message(fault)}"
         ) from fault
+
+
+def decode_step_row(line: bytes, location: str) -> dict[str, Any]:
+    """Return the JSON object of a line that a run has written for a step, or an evaluation after it.
+
+    Args:
+        line: without its end.
+        location: for the message.
+
+    Raises:
+        ConfigError: it is none, or has no number of a step: an integer from 0.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{location} is damaged: it is no JSON: {flatten_message(error)}") from error
+    if not isinstance(row, dict):
+        raise ConfigError(f"{location} is damaged: it is no JSON object")
+    if "step" not in row:
+        raise ConfigError(f"{location} is damaged: it has no step")
+    step = row["step"]
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ConfigError(f"{location} is damaged: its step is {flatten_message(repr(step))}, and no integer from 0")
+    return row
 
 
 def flatten_message(text: object) -> str:

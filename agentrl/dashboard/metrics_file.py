@@ -7,9 +7,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
-
-from agentrl.core.reading import DECODE_ERRORS
+from agentrl.core.errors import ConfigError
+from agentrl.core.reading import decode_step_row
 
 Row = dict[str, float]
 """Metrics of a step or an evaluation, and its ``step``."""
@@ -48,11 +47,12 @@ class MetricsFile:
         self._read_to += len(lines)
         for line in lines.split(b"\n")[:-1]:
             try:
-                values = orjson.loads(line)
-                numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-                self._rows.append({**numbers, "step": int(values["step"])})
-            except DECODE_ERRORS:
+                values = decode_step_row(line, str(self._path))
+            except ConfigError:
                 self.damaged += 1
+                continue
+            numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
+            self._rows.append({**numbers, "step": values["step"]})
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

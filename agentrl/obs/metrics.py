@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import orjson
-
 from agentrl.core.atomic_files import append, write_atomically
-from agentrl.core.reading import reading
+from agentrl.core.errors import ConfigError
+from agentrl.core.reading import decode_step_row, flatten_message, reading
 from agentrl.core.types import Rollout
 from agentrl.obs.trackers import Tracker, sample_table
 
@@ -34,8 +33,7 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self.path = folder / "metrics.jsonl"
         self._trackers = trackers
         self._table_rows = table_rows
-        rows = [] if resume_after is None else [row for row in read_metrics(self.path) if row["step"] <= resume_after]
-        _rewrite(self.path, rows)
+        copy_metrics(self.path, self.path, until=-1 if resume_after is None else resume_after)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one step, with 12 digits; what is no number, such as the loss of a step that broke, as null."""
@@ -71,23 +69,39 @@ def read_metrics(path: Path, *, nulls: bool = False) -> list[dict[str, float]]:
     Raises:
         ConfigError: the file is damaged; the message has the line.
     """
+    rows = [row for _, row in _rows(path)]
+    if nulls:
+        return rows
+    return [{key: value for key, value in row.items() if not math.isnan(value)} for row in rows]
+
+
+def copy_metrics(path: Path, out: Path, *, until: int) -> None:
+    """Write the lines of a ``metrics.jsonl`` up to step ``until`` to ``out``, which may be the same file, as they are.
+
+    Raises:
+        ConfigError: the file is damaged; the message has the line.
+    """
+    lines = [] if until < 0 else [line + b"\n" for line, row in _rows(path) if row["step"] <= until]
+    with write_atomically(out) as partial:
+        partial.write_bytes(b"".join(lines))
+
+
+def _rows(path: Path) -> list[tuple[bytes, dict[str, float]]]:
+    """Return the lines with their rows; null is NaN in them."""
     if not path.is_file():
         return []
     with reading(path, "log of metrics"):
         lines = path.read_bytes().split(b"\n")
-    return [_row(line, f"{path}, line {number}", nulls=nulls) for number, line in enumerate(lines[:-1], 1)]
+    return [(line, _decode(line, f"{path}, line {number}")) for number, line in enumerate(lines[:-1], 1)]
 
 
-def _row(line: bytes, location: str, *, nulls: bool) -> dict[str, float]:
-    with reading(location, "row of metrics"):
-        values = {str(key): value for key, value in orjson.loads(line).items() if nulls or value is not None}
-        row = {key: math.nan if value is None else float(value) for key, value in values.items()}
-        return row | {"step": int(row["step"])}
-
-
-def _rewrite(path: Path, rows: Iterable[Mapping[str, float]]) -> None:
-    with write_atomically(path) as partial:
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _decode(line: bytes, location: str) -> dict[str, float]:
+    row = decode_step_row(line, location)
+    for key, value in row.items():
+        if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+            shown = flatten_message(repr(value))
+            raise ConfigError(f"{location} is damaged: the metric {key!r} is {shown}, and neither a number nor null")
+    return {key: math.nan if value is None else float(value) for key, value in row.items()} | {"step": row["step"]}
 
 
 def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from agentrl.config.self_play import MIRROR, PAST, AlarmConfig, PoolConfig, SelfPlayConfig, is_fixed, label
 from agentrl.core.atomic_files import append, write_atomically
 from agentrl.core.errors import ConfigError
-from agentrl.core.reading import reading
+from agentrl.core.reading import decode_step_row, reading
 from agentrl.core.types import Rollout
 from agentrl.self_play.games import POLICY, Game, WinTable, rollout_score
 from agentrl.self_play.opponents import step_opponents
@@ -345,6 +345,15 @@ def read_league(folder: Path) -> list[dict[str, Any]]:
     return steps
 
 
+def check_league(folder: Path) -> None:
+    """Check the league's log of a run, if it has one.
+
+    Raises:
+        ConfigError: it is damaged; the message has the line.
+    """
+    _rows(folder / FILE)
+
+
 def last_evaluation(folder: Path) -> dict[str, Any] | None:
     """Return the line of a run's last evaluation with opponents; None if there is none."""
     return next((row for row in reversed(_rows(folder / FILE)) if "evaluation" in row), None)
@@ -355,4 +364,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with reading(path, "record of a league"):
-        return [orjson.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+        lines = path.read_bytes().split(b"\n")[:-1]
+    return [_decode_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def _decode_row(line: bytes, location: str) -> dict[str, Any]:
+    row = decode_step_row(line, location)
+    with reading(location, "row of a league"):
+        if "ratings" in row:
+            Ratings.from_state(row["ratings"])
+            WinTable.from_state(row["results"])
+        for report in row.get("evaluation", {}).values():
+            seats = {seat for _, _, seat in WinTable.from_state(report["results"]).records}
+            for seat in seats:
+                float(report["reward"][str(seat)])
+    return row

@@ -83,7 +83,7 @@ class Ratings:
     @classmethod
     def from_state(cls, state: Mapping[str, Sequence[float]]) -> Ratings:
         """Return the ratings of `state`."""
-        return cls({player: Rating(*rating) for player, rating in state.items()})
+        return cls({str(player): Rating(float(mu), float(sigma)) for player, (mu, sigma) in state.items()})
 
 
 def _model() -> PlackettLuce:

@@ -25,7 +25,7 @@ from agentrl.core.atomic_files import partial_path, publish, write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.core.reading import reading
 from agentrl.learner.checkpoints import STATE, checkpoint_step, complete_checkpoints
-from agentrl.obs.metrics import read_metrics
+from agentrl.obs.metrics import copy_metrics
 from agentrl.self_play.league import FILE as LEAGUE
 from agentrl.self_play.snapshots import SNAPSHOTS, snapshots_in_state
 from agentrl.train.warm_start import FOLDER as WARM_START
@@ -98,9 +98,7 @@ class Fork:
         save_config(config, folder)
         with write_atomically(folder / ORIGIN) as partial:
             partial.write_text(json.dumps({"run": str(self.run.resolve()), "step": self.step}) + "\n", encoding="utf-8")
-        rows = [row for row in read_metrics(self.run / "metrics.jsonl") if row["step"] <= self.step]
-        with write_atomically(folder / "metrics.jsonl") as partial:
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        copy_metrics(self.run / "metrics.jsonl", folder / "metrics.jsonl", until=self.step)
         state = self._state(keys)
         if (league := self.run / LEAGUE).is_file():
             shutil.copy(league, folder / LEAGUE)  # rows after the step are removed as the run begins

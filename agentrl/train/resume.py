@@ -14,6 +14,7 @@ from agentrl.core.reading import reading
 from agentrl.learner.checkpoints import STATE, latest_checkpoint, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
+from agentrl.self_play.league import check_league
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
 
@@ -55,11 +56,12 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
         discard: use nothing that the journal has after the checkpoint (``--resample``).
 
     Raises:
-        ConfigError: it is another run, what was recorded was made with other keys, or metrics or journal are damaged.
+        ConfigError: it is another run, what was recorded was made with other keys, or metrics, league or journal are damaged.
         CheckpointError: the state of the newest checkpoint is damaged.
     """
     check_run_keys(folder, keys)
     read_metrics(folder / "metrics.jsonl")
+    check_league(folder)
     progress, text = _read_progress(folder), "starts at step 0"
     if progress is not None:
         count = progress.position.first + len(progress.position.ahead)

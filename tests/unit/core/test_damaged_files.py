@@ -13,9 +13,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from agentrl.cli.main import main
 from agentrl.config.load import read_yaml
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import AgentrlError, ConfigError
+from agentrl.dashboard.metrics_file import MetricsFile
 from agentrl.data.file_tasks import read_tasks
 from agentrl.learner.checkpoints import Checkpoints, read_state
 from agentrl.learner.in_process import LocalLearnerGroup
@@ -26,7 +28,9 @@ from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.rollout_format import encode_rollout
 from agentrl.obs.rollouts import RolloutFile, read_advantages, read_rollouts, scan_rollouts, write_advantages
 from agentrl.obs.viewer.run_files import open_run
+from agentrl.self_play.league import LeagueLog, last_evaluation
 from agentrl.testing import FakeLearner
+from agentrl.train.resume import check_resume
 from tests.unit.learner.learners import Learners, make_batch, make_model
 from tests.unit.train.test_replay import groups
 
@@ -83,6 +87,47 @@ def test_what_is_written_next_to_rollouts(tmp_path: Path) -> None:
         for step in range(3):
             log.write(step, {"train/reward": 0.5, "train/lr": 1e-6})
     check(tmp_path / "metrics.jsonl", lambda: read_metrics(tmp_path / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"step": -1, "train/reward": 0.5}', "its step is -1, and no integer from 0"),
+        ('{"step": 1.5, "train/reward": 0.5}', "its step is 1.5, and no integer from 0"),
+        ('{"step": "3"}', "its step is '3', and no integer from 0"),
+        ('{"step": true}', "its step is True, and no integer from 0"),
+        ('{"train/reward": 0.5}', "it has no step"),
+        ("[1]", "it is no JSON object"),
+        ("", "it is no JSON: "),
+        ('{"step": 2, "train/reward": "nan"}', "the metric 'train/reward' is 'nan', and neither a number nor null"),
+        ('{"step": 2, "train/reward": [1]}', "the metric 'train/reward' is [1], and neither a number nor null"),
+    ],
+)
+def test_a_row_of_metrics_that_no_run_writes_is_refused(line: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "train/reward": null}}\n{line}\n')
+    for read in (lambda: read_metrics(path), lambda: MetricsLog(tmp_path, resume_after=1)):
+        with pytest.raises(ConfigError) as refusal:
+            read()
+        assert str(refusal.value).startswith(f"{path}, line 2 is damaged: {words}")
+    rows = MetricsFile(path)
+    rows.rows()
+    assert rows.damaged == ("metric" not in words), "the dashboard leaves out metrics that are no number"
+
+
+@pytest.mark.parametrize(
+    "line", ["{}", "[]", '{"step": -1, "ratings": {}, "results": []}', '{"step": 1, "ratings": 5, "results": []}',
+             '{"step": 1, "ratings": {"policy": ["a", 1]}, "results": []}', '{"step": 1, "ratings": {}, "results": 5}',
+             '{"step": 1, "ratings": {}}', '{"step": 1, "evaluation": {"nash": {"results": []}, "random": 5}}'],
+)  # fmt: skip
+def test_a_damaged_league_names_its_line(line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "league.jsonl").write_text(f'{{"step": 1, "ratings": {{}}, "results": []}}\n{line}\n')
+    location = f"{tmp_path / 'league.jsonl'}, line 2 is "
+    for read in (lambda: LeagueLog(tmp_path, 3), lambda: check_resume(tmp_path, {}), lambda: last_evaluation(tmp_path)):
+        with pytest.raises(ConfigError, match=location):
+            read()
+    assert main(["league", str(tmp_path)]) == 2
+    assert location in capsys.readouterr().err
 
 
 def test_configurations(tmp_path: Path) -> None:

@@ -32,6 +32,17 @@ def test_resume_drops_the_steps_after_the_checkpoint_and_a_torn_line(tmp_path: P
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_a_resumed_run_keeps_the_metrics_that_were_no_number(tmp_path: Path) -> None:
+    """They show that a loss broke, also after the resume."""
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2):
+            log.write(step, {"train/loss": float("nan"), "train/reward": 0.5})
+    first = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]
+    with MetricsLog(tmp_path, resume_after=1):
+        assert (tmp_path / "metrics.jsonl").read_bytes() == first
+    assert b'"train/loss": null' in first
+
+
 def test_curve_is_a_png(tmp_path: Path) -> None:
     with MetricsLog(tmp_path) as log:
         log.write(0, {"eval/exact_match": 0.2})
