@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import orjson
 from yaml import YAMLError
@@ -52,8 +51,8 @@ def reading(location: Path | str, kind: str, error: type[AgentrlError] = ConfigE
         ) from fault
 
 
-def decode_step_row(line: bytes, location: str) -> dict[str, Any]:
-    """Return the JSON object of a line that a run has written for a step, or an evaluation after it.
+def decode_step_row(line: bytes, location: str) -> tuple[int, dict[str, object]]:
+    """Return step and JSON object of a line that a run has written for a step, or an evaluation after it.
 
     Args:
         line: without its end.
@@ -73,7 +72,7 @@ def decode_step_row(line: bytes, location: str) -> dict[str, Any]:
     step = row["step"]
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"{location} is damaged: its step is {flatten_message(repr(step))}, and no integer from 0")
-    return row
+    return step, row
 
 
 def flatten_message(text: object) -> str:

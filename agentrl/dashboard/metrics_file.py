@@ -47,12 +47,12 @@ class MetricsFile:
         self._read_to += len(lines)
         for line in lines.split(b"\n")[:-1]:
             try:
-                values = decode_step_row(line, str(self._path))
+                step, values = decode_step_row(line, str(self._path))
             except ConfigError:
                 self.damaged += 1
                 continue
             numbers = {key: float(value) for key, value in values.items() if isinstance(value, int | float)}
-            self._rows.append({**numbers, "step": values["step"]})
+            self._rows.append({**numbers, "step": step})
 
 
 def _identity(descriptor: int) -> tuple[int, int]:

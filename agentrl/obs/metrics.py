@@ -96,12 +96,14 @@ def _rows(path: Path) -> list[tuple[bytes, dict[str, float]]]:
 
 
 def _decode(line: bytes, location: str) -> dict[str, float]:
-    row = decode_step_row(line, location)
-    for key, value in row.items():
+    step, values = decode_step_row(line, location)
+    row: dict[str, float] = {}
+    for key, value in values.items():
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
             shown = flatten_message(repr(value))
             raise ConfigError(f"{location} is damaged: the metric {key!r} is {shown}, and neither a number nor null")
-    return {key: math.nan if value is None else float(value) for key, value in row.items()} | {"step": row["step"]}
+        row[key] = math.nan if value is None else float(value)
+    return row | {"step": step}
 
 
 def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:

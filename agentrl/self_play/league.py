@@ -365,17 +365,16 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return []
     with reading(path, "record of a league"):
         lines = path.read_bytes().split(b"\n")[:-1]
-    return [_decode_row(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
-
-
-def _decode_row(line: bytes, location: str) -> dict[str, Any]:
-    row = decode_step_row(line, location)
-    with reading(location, "row of a league"):
-        if "ratings" in row:
-            Ratings.from_state(row["ratings"])
-            WinTable.from_state(row["results"])
-        for report in row.get("evaluation", {}).values():
-            seats = {seat for _, _, seat in WinTable.from_state(report["results"]).records}
-            for seat in seats:
-                float(report["reward"][str(seat)])
-    return row
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        location = f"{path}, line {number}"
+        rows.append(decode_step_row(line, location)[1])
+        with reading(location, "row of a league"):
+            if "ratings" in rows[-1]:
+                Ratings.from_state(rows[-1]["ratings"])
+                WinTable.from_state(rows[-1]["results"])
+            for report in rows[-1].get("evaluation", {}).values():
+                seats = {seat for _, _, seat in WinTable.from_state(report["results"]).records}
+                for seat in seats:
+                    float(report["reward"][str(seat)])
+    return rows

@@ -133,12 +133,21 @@ class Journal:
         """
         try:
             for position in sorted(self._finished | self._waiting.keys()):
-                if (path := self._file(position)).exists():
-                    _check(path, may_be_torn=not self.is_finished(position))
+                path, is_finished = self._file(position), self.is_finished(position)
+                if is_finished or path.exists():
+                    count = _check(path, may_be_torn=not is_finished)
+                    self._check_count(position, count)
         except ConfigError as error:
             raise ConfigError(
                 f"{error}. Add --resample: what the journal has after the checkpoint is discarded, and sampled again"
             ) from error
+
+    def _check_count(self, position: int, count: int) -> None:
+        """Check that the file of a group has as many rollouts as it had when the group finished."""
+        if self.is_finished(position) and count != (finished_count := len(self._orders[position])):
+            raise ConfigError(
+                f"{self._file(position)} is damaged: it has {count} rollouts, and {finished_count} when its group finished"
+            )
 
     def batch(self, step: int) -> JournaledBatch | None:
         """Return the batch of a step that is trained again, or None if a step's groups are to be sampled."""
@@ -170,6 +179,7 @@ class Journal:
         path = self._file(position)
         if self.is_finished(position):
             rollouts = _read(path)
+            self._check_count(position, len(rollouts))
             return [rollouts[place] for place in self._orders[position]]
         if position not in self._waiting or not path.exists():
             return []
@@ -299,12 +309,14 @@ def _has_failed(rollout: Rollout) -> bool:
     return rollout.dropped and rollout.failure is not None
 
 
-def _check(path: Path, *, may_be_torn: bool) -> None:
+def _check(path: Path, *, may_be_torn: bool) -> int:
+    """Check the records of a group's file, and return how many it has."""
     with reading(path, "file of a group's rollouts"):
         records = split_records(path.read_bytes(), may_be_torn=may_be_torn)
     for number, record in enumerate(records, 1):
         with reading(f"{path}, record {number}", "rollout of the journal"):
             check_record(record)
+    return len(records)
 
 
 def _read(path: Path) -> list[Rollout]:

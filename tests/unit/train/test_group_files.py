@@ -13,7 +13,7 @@ import pytest
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import Env
-from agentrl.core.errors import UngradedError
+from agentrl.core.errors import ConfigError, UngradedError
 from agentrl.core.task import Task
 from agentrl.core.tool import CallTool
 from agentrl.core.types import Message, Rollout, Row, RowKey, SamplingParams, StopReason
@@ -22,9 +22,11 @@ from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
 from agentrl.episode.limits import Limits
 from agentrl.episode.runner import EpisodeRunner, EpisodeSettings, EpisodeSlots
+from agentrl.obs.records import split_records
 from agentrl.obs.rollouts import RolloutFile, read_rollouts
 from agentrl.testing import ScriptedSampler
 from agentrl.train.pipeline.journal import Journal
+from agentrl.train.rollout_source import TaskPosition
 from tests.unit.train.async_world import RENDERER, run_first_group
 
 
@@ -176,6 +178,35 @@ class Ungraded:
         for _job in jobs:
             on_ended()
         return [replace(ended(job.rollout_id, 0.0), graded=job.seed == 0) for job in jobs]
+
+
+@pytest.mark.parametrize("taken", [True, False], ids=["of a step that is trained again", "that waits for a step"])
+@pytest.mark.parametrize("damage", ["emptied", "cut between records", "a record twice", "missing"])
+def test_a_file_that_lacks_rollouts_of_a_finished_group_is_refused_before_the_start(
+    damage: str, taken: bool, tmp_path: Path
+) -> None:
+    """Each of its records is whole, so only their number shows the damage."""
+    keys = {"rollout.batch_size": "1"}
+    journal = Journal(tmp_path, keys=keys).begin()
+    rollouts = [ended("a", 1.0), ended("b", 2.0)]
+    journal.record_admitted(0, 0)
+    asyncio.run(journal.record_finished(0, rollouts))
+    if taken:
+        asyncio.run(journal.record_taken(1, [0], TaskPosition(1)))
+    journal.close()
+    Journal(tmp_path, keys=keys).check_rollouts()
+    path = tmp_path / "journal" / "groups" / "00000000.rollouts"
+    records = split_records(path.read_bytes())
+    damaged = {"emptied": [], "cut between records": records[:-1], "a record twice": [*records, records[0]]}
+    path.unlink() if damage == "missing" else path.write_bytes(b"".join(damaged[damage]))
+    with pytest.raises(ConfigError, match=str(path)) as refusal:
+        Journal(tmp_path, keys=keys).check_rollouts()
+    assert "--resample" in str(refusal.value)
+    if damage != "missing":
+        with pytest.raises(
+            ConfigError, match=rf"{path} is damaged: it has {len(damaged[damage])} rollouts, and 2 when"
+        ):
+            Journal(tmp_path, keys=keys).read_group(0)
 
 
 def test_a_group_with_an_ungraded_rollout_is_not_finished(tmp_path: Path) -> None:
