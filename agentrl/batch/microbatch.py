@@ -134,6 +134,7 @@ class Truncation:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the CPU on ``device``; a GPU copies it without the host waiting."""
+    assert tensor.device.type == "cpu", tensor.device
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -177,20 +177,20 @@ def _list_blocks(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class TreeInput:
-    """A micro-batch as a tree, on the model's device, and the tokens to score: ``M`` of the tree for ``N`` of the rows."""
+    """A micro-batch as a tree, and the tokens to score: ``M`` of the tree for ``N`` of the rows."""
 
     token_ids_L: torch.Tensor
-    """int64; padding holds 0."""
+    """int64 on the CPU; padding holds 0."""
     position_ids_L: torch.Tensor
-    """int64 positions in the rows; 0 in padding."""
+    """int64 positions in the rows, on the CPU; 0 in padding."""
     tree: Tree
-    """For `attend_tree`."""
+    """For `attend_tree`, on the model's device."""
     before_M: torch.Tensor
-    """int64 index of the token before each token to score."""
+    """int64 index of the token before each token to score, on the model's device."""
     targets_M: torch.Tensor
-    """int64 ids of the tokens to score."""
+    """int64 ids of the tokens to score, on the model's device."""
     scored_N: torch.Tensor
-    """int64 index among the ``M`` of each token of the rows to score."""
+    """int64 index among the ``M`` of each token of the rows to score, on the model's device."""
     experts_L: torch.Tensor | None
     """``[L, layers, K]`` on the CPU, as in `MicroBatch`; of tokens that rows share those of one of the rows."""
     index_N: torch.Tensor
@@ -244,10 +244,10 @@ def tree_input(
     scored = (before_U[scored_U], token_ids_U[scored_U], (np.cumsum(scored_U) - 1)[token_N])
     if micro.support is not None:  # rows that share a token may have sampled it from different ids
         scored = (tree.index_N[at_N.numpy() - 1], token_ids_U[token_N], np.arange(len(token_N)))
-    arrays = (*(np.pad(array, (0, length - unique)) for array in (token_ids_U, tree.depth_U)), *scored)
-    token_ids_L, position_ids_L, before_M, targets_M, scored_N = (
-        to_device(torch.from_numpy(array), device) for array in arrays
+    token_ids_L, position_ids_L = (
+        torch.from_numpy(np.pad(array, (0, length - unique))) for array in (token_ids_U, tree.depth_U)
     )
+    before_M, targets_M, scored_N = (to_device(torch.from_numpy(array), device) for array in scored)
     packed: Tree
     if device.type == "cpu":
         packed = tree_rows(tree, [len(row) for row in rows], length)

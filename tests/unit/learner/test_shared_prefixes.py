@@ -16,6 +16,8 @@ from agentrl.config.learner import LearnerConfig
 from agentrl.core.types import MaskReason, Provenance, Row, RowKey
 from agentrl.learner.fsdp.loading import load_critic
 from agentrl.learner.fsdp.model import _select_lines
+from agentrl.learner.rank import mask_positions
+from agentrl.learner.tree_attention import tree_input
 from tests.batches import pack_rows
 from tests.unit.learner.learners import SIZES, VOCAB, Learners, gradients, make_model
 
@@ -218,3 +220,11 @@ def test_the_first_batch_of_trees_computes_rows_once_for_the_compiler(
     for batch in (shared, plain):
         learner.train_step(batch)
     assert passes == [(True, True), (False, True)]
+
+
+def test_token_ids_and_positions_of_a_tree_are_on_the_cpu_until_the_model_takes_them():
+    batch = pack_rows(make_rows(0), data_parallel_size=1, tokens_per_micro=512, pad_id=0, share_prefixes=True)
+    micro = next(micro for micro in batch.micro[0] if micro.shares_prefixes)
+    tree = tree_input(micro, mask_positions(micro), torch.device("meta"), windows=(8,))
+    assert {x.device.type for x in (tree.token_ids_L, tree.position_ids_L)} == {"cpu"}
+    assert {x.device.type for x in (tree.before_M, tree.targets_M, tree.scored_N)} == {"meta"}
