@@ -6,7 +6,7 @@
       step_000020/
         model/ optimizer/ random/ learner.json   written by the learner's `save`
         critic/                                  the same, written by the critic's `save`
-        state.json                               the driver's state
+        state.json                               the driver's state, with a CRC-32 of its own
         checksums.json                           CRC-32 of all files but state.json
       step_000030.partial/                       being written, or left behind by a kill
 """
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -33,6 +34,8 @@ from agentrl.learner.base import CriticGroup, LearnerGroup
 STATE = "state.json"
 CRITIC = "critic"
 """Folder of the critic's state in a checkpoint."""
+_CRC = "crc32"
+"""Key of the CRC-32 in `STATE`: of the JSON of all others."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -79,7 +82,7 @@ class Checkpoints:
         try:
             for group, folder in zip(groups, (partial_folder, partial_folder / CRITIC), strict=False):
                 group.save(folder)
-            _write_state(partial_folder, state)
+            write_state(partial_folder, _with_random(state))
         except BaseException:
             _end_and_remove(groups, partial_folder)
             raise
@@ -121,7 +124,7 @@ class Checkpoints:
     def save_state(self, step: int, state: dict[str, Any]) -> None:
         """Replace the driver's state in the checkpoint of ``step``; the learner's state is the same."""
         self.finish()
-        _write_state(self._path(step), state)
+        write_state(self._path(step), _with_random(state))
 
     def update_state(self, step: int, news: Mapping[str, Any]) -> None:
         """Replace some keys of the driver's state in the checkpoint of ``step``, if there is one.
@@ -132,9 +135,7 @@ class Checkpoints:
         self.finish()
         path = self._path(step) / STATE
         if path.is_file():
-            state = json.loads(path.read_bytes())
-            with write_atomically(path) as partial:
-                partial.write_text(json.dumps(state | dict(news)), encoding="utf-8")
+            write_state(path.parent, load_state(path.parent) | dict(news))
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
@@ -166,11 +167,37 @@ def _end_and_remove(groups: Sequence[LearnerGroup | CriticGroup], partial_folder
     shutil.rmtree(partial_folder, ignore_errors=True)
 
 
-def _write_state(folder: Path, state: dict[str, Any]) -> None:
+def _with_random(state: Mapping[str, object]) -> dict[str, object]:
+    """Return the driver's state with its random states."""
     from agentrl.learner.random_states import random_states, states_to_json  # torch: listing checkpoints needs none
 
+    return {**state, "random": states_to_json(random_states())}
+
+
+def write_state(folder: Path, state: Mapping[str, object]) -> None:
+    """Write a state as `STATE` of a checkpoint, with its CRC-32: a changed digit would train tasks twice, or never."""
+    content = {key: value for key, value in state.items() if key != _CRC}
     with write_atomically(folder / STATE) as partial:
-        partial.write_text(json.dumps(state | {"random": states_to_json(random_states())}), encoding="utf-8")
+        partial.write_text(json.dumps(content | {_CRC: _state_checksum(content)}), encoding="utf-8")
+
+
+def load_state(checkpoint: Path) -> dict[str, object]:
+    """Return the driver's state of a checkpoint. Without a CRC-32, as in older checkpoints, it is not compared.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    path = checkpoint / STATE
+    with reading(path, "state of a whole checkpoint", CheckpointError):
+        state = dict[str, object](json.loads(path.read_bytes()).items())
+    checksum = state.pop(_CRC, None)
+    if checksum is not None and checksum != _state_checksum(state):
+        raise CheckpointError(f"{path} is damaged: it is not as it was written (its CRC-32 is another)")
+    return state
+
+
+def _state_checksum(state: Mapping[str, object]) -> str:
+    return f"{zlib.crc32(json.dumps(state).encode()):08x}"
 
 
 def _score(checkpoint: Path) -> float:
@@ -181,10 +208,10 @@ def _score(checkpoint: Path) -> float:
 def saved_score(checkpoint: Path) -> float | None:
     """Return the ``score`` in a checkpoint's state, or None; an unreadable one is reported when it is resumed from."""
     try:
-        score = json.loads((checkpoint / STATE).read_bytes()).get("score")
-    except (OSError, ValueError, AttributeError):
+        score = load_state(checkpoint).get("score")
+    except CheckpointError:
         score = None
-    return None if score is None else float(score)
+    return float(score) if isinstance(score, int | float) else None
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -224,7 +251,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     from agentrl.learner.random_states import restore_random, states_from_json
 
     with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
-        state: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())
+        state: dict[str, Any] = load_state(checkpoint)
         if state["random"] is not None:  # that of a fork whose tasks begin again
             restore_random(states_from_json(state["random"]))
         return state

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agentrl.config.learner import LoraConfig
+from agentrl.core.errors import CheckpointError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.fleet.fleet import Fleet
 from agentrl.learner.base import LearnerGroup
-from agentrl.learner.checkpoints import STATE, complete_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints, load_state
 from agentrl.obs.waiting import waiting
 from agentrl.self_play.league import snapshot_name, snapshot_step
 from agentrl.weight_sync.adapter import load_adapters, write_adapters
@@ -71,7 +71,8 @@ class SnapshotFolder:
         """Remove snapshots, but those of ``names`` and those that a checkpoint needs to resume."""
         needed_names = set(names)
         for checkpoint in complete_checkpoints(self.run_folder / "checkpoints"):
-            needed_names |= snapshots_in_state(json.loads((checkpoint / STATE).read_bytes()))
+            with suppress(CheckpointError):  # nothing can resume from a damaged one
+                needed_names |= snapshots_in_state(load_state(checkpoint))
         for folder in self.path.iterdir():
             if folder.name not in needed_names:
                 shutil.rmtree(folder)

@@ -23,8 +23,7 @@ from agentrl.config.recorded import changed_keys
 from agentrl.config.schema import Config
 from agentrl.core.atomic_files import partial_path, publish, write_atomically
 from agentrl.core.errors import ConfigError
-from agentrl.core.reading import reading
-from agentrl.learner.checkpoints import STATE, checkpoint_step, complete_checkpoints
+from agentrl.learner.checkpoints import STATE, checkpoint_step, complete_checkpoints, load_state, write_state
 from agentrl.obs.metrics import copy_metrics
 from agentrl.self_play.league import FILE as LEAGUE
 from agentrl.self_play.snapshots import SNAPSHOTS, snapshots_in_state
@@ -114,15 +113,12 @@ class Fork:
             ignore=shutil.ignore_patterns(STATE),
             dirs_exist_ok=True,
         )
-        with write_atomically(partial_folder / STATE) as partial:
-            partial.write_text(json.dumps(state), encoding="utf-8")
+        write_state(partial_folder, state)
         publish(partial_folder, target)
 
     def _state(self, keys: Mapping[str, str]) -> dict[str, object]:
         """Return the checkpoint's state as that of the new run."""
-        with reading(self.checkpoint / STATE, "state of a whole checkpoint"):
-            state: dict[str, object] = json.loads((self.checkpoint / STATE).read_bytes())
-        state |= {"keys": dict(keys), "spent_s": 0.0}
+        state = load_state(self.checkpoint) | {"keys": dict(keys), "spent_s": 0.0}
         if self.new_order:
             state |= {"position": 0, "trained_ahead": []}
             source = state["source"]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from agentrl.config.recorded import CONTENT, check_fixed, check_sampled
 from agentrl.core.errors import CheckpointError
 from agentrl.core.reading import reading
-from agentrl.learner.checkpoints import STATE, latest_checkpoint, older_checkpoint
+from agentrl.learner.checkpoints import STATE, latest_checkpoint, load_state, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.self_play.league import check_league
@@ -94,7 +93,7 @@ def _read_progress(folder: Path) -> _Progress | None:
         return None
     try:
         with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
-            state = json.loads((checkpoint / STATE).read_bytes())
+            state: dict[str, Any] = load_state(checkpoint)
             position = TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
             return _Progress(checkpoint, int(state["step"]), position, dict(state["keys"]))
     except CheckpointError as error:

@@ -271,7 +271,7 @@ def test_damaged_metrics_are_refused_before_anything_starts(recorded: Path, caps
     (recorded / "metrics.jsonl").write_text('{"step": 1}\n{"stXp": 2}\n{"step": 3}\n')
     before = files_of(recorded)
     assert main(["train", "--resume", f"run.dir={recorded}"]) == 2
-    assert f"{recorded / 'metrics.jsonl'}, line 2 is not a row of metrics" in capsys.readouterr().err
+    assert f"{recorded / 'metrics.jsonl'}, line 2 is damaged: it has no step" in capsys.readouterr().err
     assert files_of(recorded) == before
 
 

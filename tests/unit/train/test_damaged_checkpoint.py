@@ -11,9 +11,10 @@ from agentrl.cli.main import main
 from agentrl.core.checksums import CHECKSUMS, check_checksums
 from agentrl.core.errors import CheckpointError
 from agentrl.evaluation.checkpoint_model import checkpoint_model
-from agentrl.learner.checkpoints import STATE, Checkpoints, complete_checkpoints
+from agentrl.learner.checkpoints import STATE, Checkpoints, complete_checkpoints, read_state, saved_score
+from agentrl.self_play.snapshots import SnapshotFolder
 from agentrl.testing import FakeLearner
-from agentrl.train.resume import with_older
+from agentrl.train.resume import check_resume, with_older
 
 
 def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
@@ -86,3 +87,25 @@ def test_damage_of_any_file_of_a_checkpoint_is_noticed(
         path.write_bytes(whole)
     check_checksums(newest)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_state_with_another_digit_is_refused(checkpoints: list[Path], tmp_path: Path) -> None:
+    """A smaller position would train tasks twice, a smaller step would train steps twice."""
+    writer = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    newest = writer.save(6, Learner(), {"step": 6, "position": 12, "keys": {}, "score": 0.5})
+    writer.finish()
+    writer.update_state(6, {"score": 0.75})
+    path = newest / STATE
+    content = path.read_text()
+    assert "resumes from step 6: weights, optimizer, random states, 12 tasks" in check_resume(tmp_path / "run", {})
+    assert saved_score(newest) == 0.75
+    changes = [('"position": 12', '"position": 11'), ('"step": 6', '"step": 4'), ('"score": 0.75', '"score": "x"')]
+    for before, after in changes:
+        assert before in content
+        path.write_text(content.replace(before, after))
+        for read in (lambda: check_resume(tmp_path / "run", {}), lambda: read_state(newest)):
+            with pytest.raises(CheckpointError, match=f"{path} is damaged: it is not as it was written"):
+                read()
+        assert saved_score(newest) is None
+    (tmp_path / "run" / "snapshots").mkdir()
+    SnapshotFolder(tmp_path / "run").remove_all_except(["step_000000"])  # a damaged state does not end a run

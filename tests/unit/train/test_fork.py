@@ -14,7 +14,7 @@ from agentrl.config.layers import save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.core.checksums import check_checksums, write_checksums
 from agentrl.core.errors import ConfigError
-from agentrl.learner.checkpoints import latest_checkpoint, read_state
+from agentrl.learner.checkpoints import latest_checkpoint, load_state, read_state
 from agentrl.obs.metrics import read_metrics
 from agentrl.obs.trackers import run_id
 from agentrl.train.resume import check_resume
@@ -71,7 +71,7 @@ def test_a_fork_is_a_run_that_resumes_from_the_others_checkpoint(run: Path, tmp_
     assert checkpoint.name == "step_000002"
     check_checksums(checkpoint)
     assert (checkpoint / "model" / "weights").read_text() == "weights of step 2"
-    assert json.loads((checkpoint / "state.json").read_text()) == STATE | {
+    assert load_state(checkpoint) == STATE | {
         "keys": recorded_keys(fork.config), "spent_s": 0.0
     }  # fmt: skip
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2]
