@@ -137,14 +137,22 @@ def attention_with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink
 
 
 def dense_flex(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, scale: float, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: Any,
+    scale: float | None,
+    return_lse: bool = False,
+    **options: Any,
 ) -> Any:
     """Compute flex attention with all scores: torch's own has no gradient on CPUs."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    ids, zero = torch.arange(q.shape[2]), torch.tensor(0)
+    ids, zero = torch.arange(q.shape[2], device=q.device), torch.tensor(0, device=q.device)
     sees = block_mask.mask_mod(zero, zero, ids[:, None], ids)
-    scores = (q @ k.transpose(2, 3) * scale).masked_fill(~sees, float("-inf"))
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    scores = (q @ k.transpose(2, 3) * (scale or q.shape[-1] ** -0.5)).masked_fill(~sees, float("-inf"))
+    attended = scores.softmax(-1) @ v
+    return (attended, scores.logsumexp(-1)) if return_lse else attended
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:.*return_lse")
