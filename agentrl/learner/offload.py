@@ -6,9 +6,13 @@ their references.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+
+_BLOCK_BYTES = 1 << 30
+"""Bytes of CPU memory that are allocated at a time: torch rounds pinned memory up to a power of two."""
+_ALIGNMENT = 512
 
 
 class CpuOffload:
@@ -29,14 +33,14 @@ class CpuOffload:
         self._contents = {
             key: content for key, content in self._contents.items() if key in storages or key in self._storages
         }
+        storages = {key: storage for key, storage in storages.items() if key not in self._storages}
+        kept = {key: len(content) for key, content in self._contents.items()}
+        for pinned in (False, True):
+            sizes = {key: x.nbytes() for key, x in storages.items() if (x.device.type == "cuda") == pinned}
+            missing = {key: size for key, size in sizes.items() if size != kept.get(key)}
+            self._contents |= _allocate(missing, pinned=pinned)
         for key, storage in storages.items():
-            if key in self._storages:
-                continue
-            content = self._contents.get(key)
-            if content is None or len(content) != storage.nbytes():
-                content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-                self._contents[key] = content
-            content.copy_(_bytes(storage), non_blocking=True)
+            self._contents[key].copy_(_bytes(storage), non_blocking=True)
         _finish(storages.values())
 
     def offload(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -79,7 +83,20 @@ class CpuOffload:
     def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the read-only copy of a tensor on the CPU, as of the last `copy` or `offload`."""
         flat = self._contents[_key(tensor)].view(tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + tensor.storage_offset())
+
+
+def _allocate(sizes: Mapping[int, int], *, pinned: bool) -> dict[int, torch.Tensor]:
+    """Return CPU memory of several sizes in bytes, in blocks of ``_BLOCK_BYTES``; what is larger has a block alone."""
+    allocated, block, end = {}, torch.empty(0, dtype=torch.uint8), 0
+    total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
+    for key, size in sizes.items():
+        if end + size > len(block):
+            block, end = torch.empty(max(size, min(total, _BLOCK_BYTES)), dtype=torch.uint8, pin_memory=pinned), 0
+        allocated[key] = block[end : end + size]
+        aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
+        end, total = end + aligned, total - aligned
+    return allocated
 
 
 def _key(tensor: torch.Tensor) -> int:

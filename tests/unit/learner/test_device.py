@@ -34,7 +34,8 @@ def test_memory_that_other_processes_open_is_in_no_segment_that_grows(
         raise MemoryError
     with memory_to_share(torch.device("cpu")):
         pass
-    expected = [f"expandable_segments:{enabled}" for enabled in (True, False, True)]
+    pinned = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    expected = [f"expandable_segments:{enabled},{pinned}" for enabled in (True, False, True)]
     assert settings == (expected if configured is None else [])
 
 
