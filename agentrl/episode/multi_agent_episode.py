@@ -46,19 +46,19 @@ def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
     return load_player(name)
 
 
-def load_player(name: str) -> PlayerFactory:
-    """Return the scripted player ``path/to/file.py:Class``.
+def load_player(name: str, key: str = "env.roles") -> PlayerFactory:
+    """Return the scripted player ``path/to/file.py:Class``, which the configuration key ``key`` names.
 
     Raises:
         ConfigError: there is none.
     """
     if not is_reference(name):
         raise ConfigError(
-            f"env.roles: {name} is no player of an agent program, which has none with names; write path/to/file.py:Class"
+            f"{key}: {name} is no player of an agent program, which has none with names; write path/to/file.py:Class"
         )
-    factory = load_object(name, "env.roles")
+    factory = load_object(name, key)
     if not callable(factory):
-        raise ConfigError(f"env.roles: the player {name} is {factory!r:.100}, and makes no player")
+        raise ConfigError(f"{key}: the player {name} is {factory!r:.100}, and makes no player")
     made: PlayerFactory = factory
     return made
 

@@ -17,6 +17,7 @@ from agentrl.core.lineup import EndpointSeat, Lineup, ScriptedSeat, Seat
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import make_any_env
 from agentrl.core.types import SamplingParams
+from agentrl.episode.multi_agent_episode import load_player
 from agentrl.episode.seats import agent_roles
 from agentrl.self_play.games import POLICY
 
@@ -141,7 +142,7 @@ def check_self_play(config: Config) -> None:
     """Check that the episodes of a run have the agents and scripted players of ``self_play``.
 
     Raises:
-        ConfigError: they have one agent, or there is no such scripted player.
+        ConfigError: they have one agent, or there is no such scripted player, by name or in its file.
     """
     section = config.self_play
     if section is None:
@@ -162,5 +163,8 @@ def check_self_play(config: Config) -> None:
     for key, names in (("self_play.mix", section.mix), ("self_play.eval.opponents", section.eval.opponents)):
         for name in names:
             player = name.removeprefix(FIXED)
-            if name.startswith(FIXED) and player not in players and not is_reference(player):
+            if not name.startswith(FIXED) or player in players:
+                continue
+            if not is_reference(player):
                 raise unknown_name(f"player of {episodes}", player, players, key)
+            load_player(player, key)

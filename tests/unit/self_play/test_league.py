@@ -173,6 +173,7 @@ def test_a_folder_without_a_league(tmp_path, capsys):
     [
         ("single_turn", {"mirror": 1.0}, "self_play is set, and env.name=single_turn has one agent"),
         ("kuhn_poker", {"fixed:nahs": 1.0}, r"Did you mean 'nash'\?"),
+        ("kuhn_poker", {"fixed:/none.py:Nash": 1.0}, r"self_play.mix=/none.py:Nash: there is no file /none.py"),
     ],
 )
 def test_self_play_must_fit_the_environment(env, mix, message):
