@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentrl.config.recorded import CONTENT, check_fixed, check_sampled
-from agentrl.core.errors import CheckpointError
+from agentrl.config.self_play import PAST
+from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.core.reading import reading
 from agentrl.learner.checkpoints import STATE, latest_checkpoint, load_state, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.self_play.league import check_league
+from agentrl.self_play.snapshots import SNAPSHOTS, snapshots_in_state
 from agentrl.train.pipeline.journal import Journal
 from agentrl.train.rollout_source import TaskPosition
 
@@ -65,6 +67,7 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
     if progress is not None:
         count = progress.position.first + len(progress.position.ahead)
         text = f"resumes from step {progress.step}: weights, optimizer, random states, {count} tasks of the task order"
+        _check_snapshots(folder, progress, keys)
         contents = {key: value for key, value in keys.items() if key.startswith(CONTENT) and key in progress.keys}
         recorded = {key: progress.keys[key] for key in contents}
         if samples and not discard:
@@ -77,6 +80,16 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
     return f"{text}; journal: {journal.reuse}"
 
 
+def _check_snapshots(folder: Path, progress: _Progress, keys: Mapping[str, str]) -> None:
+    """Check that the snapshots that play are there."""
+    missing = [name for name in sorted(progress.snapshots) if not (folder / SNAPSHOTS / name).is_dir()]
+    if missing and f"self_play.mix.{PAST}" in keys:
+        raise ConfigError(
+            f"{folder / SNAPSHOTS / missing[0]} is missing: the pool of {progress.checkpoint} has this opponent. Put the folder "
+            f"back, or leave {PAST} out of self_play.mix"
+        )
+
+
 class _Progress(NamedTuple):
     """What a checkpoint says of its run."""
 
@@ -84,6 +97,8 @@ class _Progress(NamedTuple):
     step: int
     position: TaskPosition
     keys: dict[str, str]
+    snapshots: frozenset[str]
+    """Names of those in the pool of self-play."""
 
 
 def _read_progress(folder: Path) -> _Progress | None:
@@ -95,6 +110,8 @@ def _read_progress(folder: Path) -> _Progress | None:
         with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
             state: dict[str, Any] = load_state(checkpoint)
             position = TaskPosition(state["position"], tuple(state.get("trained_ahead", ())))
-            return _Progress(checkpoint, int(state["step"]), position, dict(state["keys"]))
+            return _Progress(
+                checkpoint, int(state["step"]), position, dict(state["keys"]), frozenset(snapshots_in_state(state))
+            )
     except CheckpointError as error:
         raise with_older(error, folder, checkpoint, None) from error

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.checksums import CHECKSUMS, check_checksums
-from agentrl.core.errors import CheckpointError
+from agentrl.core.errors import CheckpointError, ConfigError
 from agentrl.evaluation.checkpoint_model import checkpoint_model
 from agentrl.learner.checkpoints import STATE, Checkpoints, complete_checkpoints, read_state, saved_score
 from agentrl.self_play.snapshots import SnapshotFolder
@@ -109,3 +109,19 @@ def test_a_state_with_another_digit_is_refused(checkpoints: list[Path], tmp_path
         assert saved_score(newest) is None
     (tmp_path / "run" / "snapshots").mkdir()
     SnapshotFolder(tmp_path / "run").remove_all_except(["step_000000"])  # a damaged state does not end a run
+
+
+def test_a_snapshot_of_the_pool_that_is_gone_is_named_before_the_start(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    writer = Checkpoints(run / "checkpoints", keep=2)
+    source = {"self_play": {"snapshots": [0, 5]}}
+    writer.save(6, Learner(), {"step": 6, "position": 12, "keys": {}, "source": source})
+    writer.finish()
+    keys = {"self_play.mix.past": "0.5"}
+    for name in ("step_000000", "step_000005"):
+        with pytest.raises(ConfigError, match=f"{run / 'snapshots' / name} is missing: the pool of .*step_000006 has"):
+            check_resume(run, keys)
+        (run / "snapshots" / name).mkdir(parents=True)
+    assert "resumes from step 6" in check_resume(run, keys)
+    (run / "snapshots" / "step_000000").rmdir()
+    assert "resumes from step 6" in check_resume(run, {"self_play.mix.mirror": "1.0"}), "no snapshot plays"
