@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from functools import partial
 from typing import Any
 
 from rich.table import Table
@@ -47,10 +48,10 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.testing import check_env, check_multi_agent_env
 
     if several:
-        check_multi_agent_env(lambda: make_any_env(name, options, key))
+        check_multi_agent_env(partial(make_any_env, name, options, key))
         notes: tuple[str, ...] = ()
     else:
-        notes = check_env(lambda: make_env(name, options, key))
+        notes = check_env(partial(make_env, name, options, key))
     for note in notes:
         console.print(f"note: {note}")
     tests = "PettingZoo's API and seed tests" if several else "Gymnasium's check_env"

@@ -56,6 +56,12 @@ def observation_fault(observation: object) -> str:
     return ""
 
 
+def tools_fault(tools: object) -> str:
+    """Return what is wrong with the `EnvBase.tools` of an environment, in one line; empty if nothing is."""
+    is_valid = isinstance(tools, Sequence) and all(isinstance(tool, Tool) for tool in tools)
+    return "" if is_valid else f"tools must be a tuple of Tools, which @agentrl.tool makes, not {tools!r:.160}"
+
+
 def _short(value: object) -> str:
     return f"{value!r:.80}" if isinstance(value, str) else f"{value!r:.160}"
 

@@ -283,14 +283,34 @@ def make_env(name: str, options: Mapping[str, Any] | None = None, key: str = "en
     return env
 
 
-def undefined_step(cls: type[EnvBase]) -> str:
-    """Return the method that an environment class must still define, such as ``step(action)``; empty if none."""
+_SYNCHRONOUS = (
+    *("registered_tools", "example_task", "tasks", "configured_tasks"),
+    *("reset", "step", "truncate", "forfeit", "get_state", "set_state", "close"),
+)
+"""Methods of environments that nothing awaits."""
+
+
+def env_class_fault(cls: type[EnvBase], *, needs_step: bool = True) -> str:
+    """Return what is wrong with the methods of an environment class, such as ``defines no step(action)``; empty if nothing.
+
+    Args:
+        cls: the class.
+        needs_step: whether its steps are taken; a multi-turn loop may take none.
+    """
+    for name in _SYNCHRONOUS:
+        if inspect.iscoroutinefunction(getattr(cls, name, None)):
+            remedy = "write it without async"
+            if hasattr(AsyncEnv, f"a{name}") and issubclass(cls, Env):
+                remedy = f"define async a{name} in a subclass of agentrl.AsyncEnv"
+            return f"defines {name} as a coroutine, which is not awaited; {remedy}"
+    if not needs_step:
+        return ""
     if issubclass(cls, AsyncEnv):
-        return "astep(action)" if cls.astep is AsyncEnv.astep else ""
+        return "defines no astep(action)" if cls.astep is AsyncEnv.astep else ""
     if issubclass(cls, Env):
-        return "step(action)" if cls.step is Env.step else ""
+        return "defines no step(action)" if cls.step is Env.step else ""
     assert issubclass(cls, MultiAgentEnv), "there are no other environments"
-    return "step(actions)" if cls.step is MultiAgentEnv.step else ""
+    return "defines no step(actions)" if cls.step is MultiAgentEnv.step else ""
 
 
 def tool_service(name: str) -> ToolService:

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from agentrl.core.chat_endpoint import ChatEndpoint
-from agentrl.core.env import Env, EnvBase
+from agentrl.core.env import Env, EnvBase, tools_fault
 from agentrl.core.errors import EnvironmentFailure
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.sampler import Sampler
@@ -31,8 +31,14 @@ def offered_tools(env: EnvBase, served: Mapping[str, Tool]) -> tuple[Tool, ...]:
     Args:
         env: the environment.
         served: tools of the run's servers by name, with the run's options.
+
+    Raises:
+        EnvironmentFailure: the environment's are none.
     """
-    own_tools = (served.get(tool.name, tool) if tool.server else tool for tool in env.tools)
+    tools = env.tools
+    if fault := tools_fault(tools):
+        raise EnvironmentFailure(f"{type(env).__name__}.{fault}")
+    own_tools = (served.get(tool.name, tool) if tool.server else tool for tool in tools)
     return (*own_tools, *(tool for tool in served.values() if tool.server in env.offered_servers))
 
 

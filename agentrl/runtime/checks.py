@@ -21,7 +21,7 @@ from agentrl.core.env import EnvBase
 from agentrl.core.errors import ConfigError, MissingError, unknown_name
 from agentrl.core.extras import install_command, is_installed, not_installed_error
 from agentrl.core.multi_agent_env import MultiAgentEnv
-from agentrl.core.registry import env_class, make_any_env, undefined_step
+from agentrl.core.registry import env_class, env_class_fault, make_any_env
 from agentrl.core.user_code import calling
 from agentrl.data.buffer import load_buffer_filter
 from agentrl.data.task_sources import errors_name_source
@@ -54,8 +54,8 @@ def _check_episodes(config: Config) -> None:
     check_roles(config)
     agent = config.rollout.agent
     is_scored = agent.setting is not None and agent.reward == "environment"
-    if (config.rollout.loop is None or is_scored) and (lacks := undefined_step(cls)):
-        raise ConfigError(f"env.name={config.env.name}: {cls.__name__} defines no {lacks}")
+    if fault := env_class_fault(cls, needs_step=config.rollout.loop is None or is_scored):
+        raise ConfigError(f"env.name={config.env.name}: {cls.__name__} {fault}")
     if is_scored and issubclass(cls, MultiAgentEnv):
         raise ConfigError(
             f"rollout.agent.reward=environment with env.name={config.env.name}, which has several agents: a final answer is that "

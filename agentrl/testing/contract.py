@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from agentrl.core.env import Env
+from agentrl.core.env import Env, tools_fault
 from agentrl.core.errors import UserError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import Task
@@ -47,11 +47,20 @@ def check_schemas(name: str, tools: Iterable[Tool]) -> None:
         require(not problem, f"{name}: no call of the tool {tool.name!r} could fit: {problem}")
 
 
+def check_tools(env: Env | MultiAgentEnv) -> None:
+    """Check that the tools of an environment are tools, and that calls can fit their schemas."""
+    name = type(env).__name__
+    tools = call_author_code(f"{name}.tools", lambda: env.tools)
+    fault = tools_fault(tools)
+    require(not fault, f"{name}.{fault}")
+    check_schemas(name, tools)
+
+
 def require_json(value: object, description: str) -> None:
     """Raise `ContractError` unless ``value`` is JSON-able."""
     try:
         json.dumps(value)
-    except TypeError as error:
+    except (TypeError, ValueError, RecursionError) as error:  # also of cycles, and of integers that are too long
         require(False, f"{description} must be JSON-able: {error}", error)
 
 
@@ -62,6 +71,8 @@ def require_info(info: Info, name: str) -> None:
         isinstance(key, str) and type(value) is float and math.isfinite(value) for key, value in metrics.items()
     )
     require(fits, f"{name}: info['metrics'] must be a dict of finite floats by name, it is {metrics!r}")
+    answer = info.get("final_answer")
+    require(isinstance(answer, str | None), f"{name}: info['final_answer'] must be a str, it is {answer!r:.160}")
     require_json(info, f"{name}: info")
 
 

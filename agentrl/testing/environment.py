@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
+from gymnasium import Space
 from gymnasium.utils.env_checker import check_env as gymnasium_check_env
 
 from agentrl.core.env import RESET_FORM, STEP_FORM, Env, Step, returned_fault
-from agentrl.core.registry import undefined_step
+from agentrl.core.registry import env_class_fault
 from agentrl.core.task import Task
 from agentrl.core.types import (
     Action,
@@ -28,7 +30,7 @@ from agentrl.testing.contract import (
     EpisodeRecord,
     call_author_code,
     check_concurrent,
-    check_schemas,
+    check_tools,
     global_random_state,
     require,
     require_info,
@@ -77,13 +79,17 @@ def check_env(
     env = call_author_code(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, Env), f"{type(env).__name__} must be a subclass of agentrl.Env")
     name = type(env).__name__
-    lacks = undefined_step(type(env))
-    require(not lacks, f"{name} defines no {lacks}")
+    fault = env_class_fault(type(env))
+    require(not fault, f"{name} {fault}")
     for attribute in ("stop", "tool_names"):
-        value = getattr(env, attribute)
+        value = call_author_code(f"{name}.{attribute}", partial(getattr, env, attribute))
         is_valid = isinstance(value, tuple) and all(isinstance(item, str) and item for item in value)
         require(is_valid, f"{name}.{attribute} must be a tuple of strings that are not empty, it is {value!r}")
+    for attribute in ("observation_space", "action_space"):
+        space = call_author_code(f"{name}.{attribute}", partial(getattr, env, attribute))
+        require(isinstance(space, Space), f"{name}.{attribute} must be a gymnasium.Space, it is {space!r:.160}")
     task = task or call_author_code(f"{name}.example_task", env.example_task)
+    require(isinstance(task, Task), f"{name}.example_task must return a Task, it returned {task!r:.160}")
     records = [_Record(env_factory, task, seed, respond) for seed in range(_EPISODES)]
     for record in records:
         record.play()
@@ -143,7 +149,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
         first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = returned_fault(first, RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
-        check_schemas(name, env.tools)
+        check_tools(env)
         return env, first
 
     def step(self, env: Env, action: Action) -> Step:
@@ -160,6 +166,7 @@ class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
         env, self.first = self.start(self.seed)
         observation, info = self.first
         require(not isinstance(observation, Rewrite), f"{type(env).__name__}.reset gives a Rewrite; only step may")
+        require(observation != (), f"{type(env).__name__}.reset returned no message for the policy to read")
         self._check_observation(env, observation, info, set())
         known_calls: set[str] = set()
         for _ in range(_STEPS):

@@ -20,7 +20,7 @@ from agentrl.core.multi_agent_env import (
     MultiStep,
     multi_agent_fault,
 )
-from agentrl.core.registry import undefined_step
+from agentrl.core.registry import env_class_fault
 from agentrl.core.task import Task
 from agentrl.core.types import Message
 from agentrl.core.user_code import describe, is_finite
@@ -29,7 +29,7 @@ from agentrl.testing.contract import (
     EpisodeRecord,
     call_author_code,
     check_concurrent,
-    check_schemas,
+    check_tools,
     global_random_state,
     require,
     require_info,
@@ -66,8 +66,8 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
     env = call_author_code(f"{getattr(env_factory, '__name__', 'the environment')}'s constructor", env_factory)
     require(isinstance(env, MultiAgentEnv), f"{type(env).__name__} must be a subclass of agentrl.MultiAgentEnv")
     name = type(env).__name__
-    lacks = undefined_step(type(env))
-    require(not lacks, f"{name} defines no {lacks}")
+    fault = env_class_fault(type(env))
+    require(not fault, f"{name} {fault}")
     agents = getattr(env, "possible_agents", None)
     is_valid = isinstance(agents, list) and agents and all(isinstance(agent, str) and agent for agent in agents)
     require(bool(is_valid), f"{name}.possible_agents must be a list of names, it is {agents!r:.160}")
@@ -75,6 +75,7 @@ def check_multi_agent_env(env_factory: Callable[[], Any], *, task: Task | None =
         len(set(env.possible_agents)) == len(env.possible_agents), f"{name}.possible_agents has a name twice: {agents}"
     )
     task = task or call_author_code(f"{name}.example_task", env.example_task)
+    require(isinstance(task, Task), f"{name}.example_task must return a Task, it returned {task!r:.160}")
     records = [_Record(env_factory, task, seed) for seed in range(_EPISODES)]
     for record in records:
         record.play()
@@ -119,7 +120,7 @@ class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], Multi
         first = call_author_code(f"{name}.reset", lambda: env.reset(seed=seed, options={"task": self.task}))
         fault = multi_agent_fault(env, first, MULTI_RESET_FORM)
         require(not fault, f"{name}.reset {fault}")
-        check_schemas(name, env.tools)
+        check_tools(env)
         return env, first
 
     def step(self, env: MultiAgentEnv, actions: dict[str, Message]) -> MultiStep:

@@ -196,13 +196,13 @@ def violations(graph: Graph, layers: Sequence[Sequence[str]], kinds: Collection[
     """One line for each import that does not point to a lower row, and for each package that has no row.
 
     ``layers`` are rows from bottom to top; packages of one row do not import each other. The root's ``__init__`` is
-    directly below the top row: only packages of the top row import it, and it imports none of them.
+    directly below the top row: only packages of the top row import it, and it imports none of them. ``__main__`` is above all.
     """
     rows: dict[str, float] = {package: index for index, row in enumerate(layers) for package in row}
-    present = {name for module in graph.modules if (name := graph.top_level(module))}
+    present = {name for module in graph.modules if (name := graph.top_level(module))} - {"__main__"}
     faults = [f"{name} is in no layer" for name in sorted(present - rows.keys())]
     faults += [f"{name} is in the layers, and there is no such package" for name in sorted(rows.keys() - present)]
-    rows[""] = len(layers) - 1.5
+    rows[""], rows["__main__"] = len(layers) - 1.5, len(layers)
     for one in graph.internal(kinds):
         importer, imported = graph.top_level(one.importer), graph.top_level(one.imported)
         if importer != imported and importer in rows and imported in rows and rows[imported] >= rows[importer]:

@@ -1,6 +1,7 @@
 """The command line as a user types it; nothing here starts a server."""
 
 import errno
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     status = main(words)
     captured = capsys.readouterr()
     return status, captured.out, captured.err
+
+
+def test_the_package_is_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["agentrl", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("agentrl", run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("agentrl ")
 
 
 def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture[str]) -> None:

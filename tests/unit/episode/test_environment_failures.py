@@ -130,6 +130,15 @@ def test_a_loop_of_the_users_own_fails_like_an_environment(renderer, caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize("tools", [None, [len]])
+def test_tools_that_are_none_are_named(renderer, tools):
+    class Offers(Env):
+        pass
+
+    Offers.tools = tools
+    assert f"Offers.tools must be a tuple of Tools, which @agentrl.tool makes, not {tools}" in fail(renderer, Offers)
+
+
 def returning(first: Any = None, then: Any = None) -> type[Env]:
     class Returning(Env):
         def reset(self, *, seed=None, options=None):

@@ -30,6 +30,10 @@ class Tasks(TaskSet):
     def split(self, name):
         return ()
 
+class AwaitsByMistake(Env):
+    async def step(self, action):
+        return (), 0.0, True, False, {}
+
 number = 3
 """
 
@@ -46,6 +50,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("NoStep", "{}", r"env\.name=\S+:NoStep: NoStep defines no step\(action\)"),
         ("NoAsyncStep", "{}", r"NoAsyncStep defines no astep\(action\)"),
+        ("AwaitsByMistake", "{}", r"AwaitsByMistake defines step as a coroutine, .* subclass of agentrl\.AsyncEnv"),
         ("Wants", "{}", r"env\.options: missing a required argument: 'size'; Wants takes: size, color"),
         ("Wants", "{sise: 3}", r"env\.options: .*; Wants takes: size, color"),
         ("Wants", "{size: big}", r"with env\.options=\{'size': 'big'\}: Wants's constructor raised ValueError"),

@@ -54,6 +54,20 @@ class Guess(Env):
         self.turn, self.calls = state["turn"], state["calls"]
 
 
+async def awaits_by_mistake(self: Env, *arguments: Any, **options: Any) -> Any:
+    return (), 0.0, True, False, {}
+
+
+def refers_to_itself(self: Guess) -> dict[str, Any]:
+    state: dict[str, Any] = Guess.get_state(self)
+    state["state"] = state
+    return state
+
+
+def raises(self: Guess) -> Any:
+    return {}["x"]
+
+
 def broken(**methods: Callable[..., Any] | Any) -> type[Env]:
     return type("Broken", (Guess,), methods)
 
@@ -121,6 +135,32 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
         ({"reset": lambda self, seed=None, options=None: ("Hi", {})}, r"Broken.reset returned the observation 'Hi'"),
         ({"get_state": lambda self: {}["x"]}, r"Broken.get_state raised KeyError: 'x' \(test_check_env.py:\d+\)"),
         ({"__init__": lambda self: {}["x"]}, r"Broken's constructor raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        (
+            {"step": awaits_by_mistake},
+            r"Broken defines step as a coroutine, .*; define async astep in a subclass of agentrl",
+        ),
+        ({"close": awaits_by_mistake}, r"Broken defines close as a coroutine, .*; define async aclose in a subclass"),
+        ({"get_state": awaits_by_mistake}, r"Broken defines get_state as a coroutine, .*; write it without async"),
+        ({"example_task": classmethod(awaits_by_mistake)}, r"Broken defines example_task as a coroutine"),
+        (
+            {"example_task": lambda self: "Say hello."},
+            r"Broken.example_task must return a Task, it returned 'Say hello.'",
+        ),
+        ({"get_state": refers_to_itself}, r"Broken.get_state must be JSON-able: Circular reference"),
+        (
+            {"tools": [len]},
+            r"Broken.tools must be a tuple of Tools, which @agentrl.tool makes, not \[<built-in function len>\]",
+        ),
+        ({"tools": None}, r"Broken.tools must be a tuple of Tools, which @agentrl.tool makes, not None"),
+        ({"tools": property(raises)}, r"Broken.tools raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        ({"stop": property(raises)}, r"Broken.stop raised KeyError: 'x' \(test_check_env.py:\d+\)"),
+        ({"observation_space": None}, r"Broken.observation_space must be a gymnasium.Space, it is None"),
+        ({"action_space": "text"}, r"Broken.action_space must be a gymnasium.Space, it is 'text'"),
+        ({"reset": lambda self, seed=None, options=None: ((), {})}, r"Broken.reset returned no message"),
+        (
+            {"step": lambda self, action: ((), 0.0, True, False, {"final_answer": 4})},
+            r"info\['final_answer'\] must be a str, it is 4",
+        ),
         ({"close": lambda self: {}["x"]}, r"Broken.close raised KeyError: 'x'|gymnasium"),
     ],
 )
