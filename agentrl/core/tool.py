@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -148,21 +148,25 @@ class Tool:
         except ValueError as error:
             return ToolResult(call.id, ToolStatus.INVALID, f"{self.name}{error}")
         try:
-            answer = await await_user_code(self._call(arguments), self.timeout_s)
-            return answer if isinstance(answer, ToolResult) else self._as_result(call, answer)
+            return await await_user_code(self._call(call, arguments), self.timeout_s)
         except TimeLimitExceeded as error:
             _log.warning("tool %s: %s", self.name, error)
             return ToolResult(call.id, ToolStatus.TIMEOUT, f"{self.name} did not answer in {self.timeout_s:g} s")
         except BaseException as error:
             return self._error_result(call, user_error(error))
 
-    async def _call(self, arguments: Arguments) -> object:
-        call = partial(self.function, **arguments)
+    async def _call(self, call: ToolCall, arguments: Arguments) -> ToolResult:
+        function = partial(self.function, **arguments)
         if not self.runs_in_thread:
-            return await call()
+            return self._as_result(call, await function())
         is_coroutine = _coroutine_function(self.function) is not None
-        answer = await call_in_thread((lambda: _run_to_end(call())) if is_coroutine else call, f"tool-{self.name}")
-        return await answer if inspect.isawaitable(answer) else answer
+
+        def work() -> ToolResult | Awaitable[object]:
+            answer = _run_to_end(function()) if is_coroutine else function()
+            return answer if inspect.isawaitable(answer) else self._as_result(call, answer)
+
+        result = await call_in_thread(work, f"tool-{self.name}")
+        return result if isinstance(result, ToolResult) else self._as_result(call, await result)
 
     def _error_result(self, call: ToolCall, error: BaseException) -> ToolResult:
         """Return an error of the function as what the policy reads, and log it, once a line."""
@@ -174,9 +178,13 @@ class Tool:
         return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
 
     def _as_result(self, call: ToolCall, answer: object) -> ToolResult:
-        """Return a text as it is, and anything else as JSON."""
+        """Return a result or a text as it is, and anything else as JSON."""
+        if isinstance(answer, ToolResult):
+            return answer
         if isinstance(answer, str):
             return ToolResult(call.id, ToolStatus.OK, answer)
+        if isinstance(answer, Iterator):  # it may never end, or wait
+            raise TypeError(f"{self.name} must return its result, such as a list, not the iterator {answer!r:.100}")
         try:
             content = json.dumps(to_jsonable_python(answer), ensure_ascii=False)
         except (ValueError, TypeError, RecursionError) as error:

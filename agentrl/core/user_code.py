@@ -33,6 +33,8 @@ MAX_SECONDS = 1e9
 """Limit of times: threads and sockets cannot wait for 300 years."""
 END_S = 1.0
 """Seconds that a coroutine has to end after its time limit; then it is left alone."""
+CLOSE_S = 30.0
+"""Seconds that a coroutine has to end once it is cancelled; then it is closed, as its event loop could not end before it."""
 _UNFIT = (StopIteration, TimeoutError, concurrent.futures.CancelledError)
 """A future refuses the first, and asyncio makes others of the rest, without their lines."""
 _running: set[asyncio.Task[object]] = set()
@@ -117,13 +119,14 @@ async def await_user_code(work: Awaitable[T], limit_s: float | None = None) -> T
     started = loop.time()
     if loop.get_task_factory() is None:
         loop.set_task_factory(_make_task)
-    task = loop.create_task(_carry(work))
+    closable = _Closable(_carry(work))
+    task = loop.create_task(closable)
     _running.add(task)
     task.add_done_callback(_forget)
     try:
         finished, _ = await asyncio.wait({task}, timeout=limit_s)
     except asyncio.CancelledError:
-        if task.cancel():
+        if _cancel(task, closable):
             await asyncio.wait({task})
         raise
     seconds = loop.time() - started
@@ -133,7 +136,7 @@ async def await_user_code(work: Awaitable[T], limit_s: float | None = None) -> T
         raise TimeLimitExceeded(
             f"it blocked the event loop and took {seconds:.1f} s, longer than {limit_s:g} s: write it as a plain function"
         )
-    task.cancel()
+    _cancel(task, closable)
     await asyncio.wait({task}, timeout=END_S)
     raise TimeLimitExceeded(f"it took longer than {limit_s:g} s")
 
@@ -172,29 +175,73 @@ async def _carry(work: Awaitable[T]) -> T:
         raise as_future_error(error) from None
 
 
-class _WithoutExit(Coroutine[Any, Any, T]):
-    """A coroutine of the user whose SystemExit does not end the event loop in which its task runs."""
+class _UserCoroutine(Coroutine[object, object, T]):
+    """A coroutine around one of the user."""
 
-    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+    def __init__(self, work: Coroutine[object, object, T]) -> None:
         self._work = work
 
     @override
-    def send(self, value: Any) -> Any:
-        with _carry_exit():
-            return self._work.send(value)
+    def send(self, value: object) -> object:
+        return self._work.send(value)
 
     @override
-    def throw(self, *error: Any) -> Any:
-        with _carry_exit():
-            return self._work.throw(*error)
+    def throw(self, *error: Any) -> object:
+        return self._work.throw(*error)
 
     @override
     def close(self) -> None:
         self._work.close()
 
     @override
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, object, T]:
         return self._work.__await__()
+
+
+class _WithoutExit(_UserCoroutine[T]):
+    """A coroutine of the user whose SystemExit does not end the event loop in which its task runs."""
+
+    @override
+    def send(self, value: object) -> object:
+        with _carry_exit():
+            return super().send(value)
+
+    @override
+    def throw(self, *error: Any) -> object:
+        with _carry_exit():
+            return super().throw(*error)
+
+
+class _Closable(_UserCoroutine[T]):
+    """A coroutine of the user that ends when it is cancelled, whatever it makes of that, once `must_end` is set."""
+
+    must_end = False
+
+    @override
+    def throw(self, *error: Any) -> object:
+        if not self.must_end:
+            return super().throw(*error)
+        try:
+            self.close()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as ignored:  # such as "coroutine ignored GeneratorExit"
+            raise asyncio.CancelledError from ignored
+        raise asyncio.CancelledError
+
+
+def _cancel(task: asyncio.Task[T], closable: _Closable[T]) -> bool:
+    """Cancel the task of a coroutine, and close the coroutine if it goes on for `CLOSE_S`. Return whether it had not ended."""
+
+    def close() -> None:
+        closable.must_end = True
+        task.cancel()
+
+    if not task.cancel():
+        return False
+    timer = task.get_loop().call_later(CLOSE_S, close)
+    task.add_done_callback(lambda _: timer.cancel())
+    return True
 
 
 @contextmanager

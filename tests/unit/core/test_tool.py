@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import json
 import math
 import threading
@@ -15,11 +16,12 @@ from typing import Annotated, Any, Literal, Unpack
 from uuid import UUID
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 from pydantic_core import core_schema
 from typing_extensions import TypedDict
 
 from agentrl import Tool, ToolCall, ToolResult, ToolStatus, tool
+from agentrl.core.background import run_in_daemon_thread
 from agentrl.core.tool import validate_call
 from agentrl.core.types import CallStatus
 from agentrl.testing.virtual_time import run_virtual
@@ -460,3 +462,47 @@ def test_the_time_limit_holds_and_an_error_of_time_is_the_tools() -> None:
 
     released.clear()
     run_virtual(abandon())
+
+
+def test_a_coroutine_that_ignores_its_cancellation_ends_with_its_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    @tool(timeout_s=0.01)
+    async def stubborn() -> str:
+        """Never end."""
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr("agentrl.core.user_code.END_S", 0.01)
+    monkeypatch.setattr("agentrl.core.user_code.CLOSE_S", 0.05)
+    run = run_in_daemon_thread(lambda: asyncio.run(stubborn.run(ToolCall("c", "stubborn", {}))), "stubborn")
+    assert run.result(timeout=10).status is ToolStatus.TIMEOUT
+
+
+def test_an_iterator_is_no_result() -> None:
+    @tool
+    def count() -> object:
+        """Count."""
+        return itertools.count()
+
+    result = asyncio.run(count.run(ToolCall("c", "count", {})))
+    assert result.status is ToolStatus.ERROR
+    assert "count must return its result, such as a list, not the iterator count(0)" in result.content
+
+
+def test_a_result_is_converted_to_json_in_the_thread() -> None:
+    threads = []
+
+    class Lazy(BaseModel):
+        @computed_field
+        def rows(self) -> int:
+            threads.append(threading.current_thread())
+            return 1
+
+    @tool
+    def rows() -> object:
+        """Return rows."""
+        return Lazy()
+
+    assert asyncio.run(rows.run(ToolCall("c", "rows", {}))).data == {"rows": 1}
+    assert threads
+    assert threading.main_thread() not in threads
