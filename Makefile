@@ -1,5 +1,6 @@
 # make train   set up .venv and train the shipped policy to search
-# make test    set up .venv and run the tests, on all cores
+# make test    set up .venv and run the tests, on all cores, without those of test-slow, test-long and what follows
+# make test-slow  the tests of whole runs that are killed and resumed, of containers and of Megatron-Core's ranks; minutes
 # make test-sglang  build .venv-sglang, SGLang on a CPU, and run the tests that need it
 # make test-agents  install agent programs into .venv-agents, and run the tests that need them (npm, Node 20)
 # make test-harbor   install Harbor into .venv-harbor (Python 3.12), and run the tests beside it; needs Docker's plugins compose and buildx
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # They are compiled when they are first imported: pip would compile all of both environments, which takes two minutes of a core.
 export PIP_COMPILE ?= 0
 
-.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-long test-sglang test-agents test-environments test-oldest test-trackio test-harbor harbor-tools test-browser browser libraries lint policies docs constraints site clean
+.PHONY: install install-sglang install-agents install-environments compile sandbox sandbox-image train test test-slow test-long test-sglang test-agents test-environments test-oldest test-trackio test-harbor harbor-tools test-browser browser libraries lint policies docs constraints site clean
 
 install: $(VENV)/.installed
 install-sglang: $(SGLANG_VENV)/.installed
@@ -77,7 +78,8 @@ train: $(VENV)/.train
 	$(BIN)/agentrl train --env search_r1
 
 # Files of tests go to four processes more than there are cores, the longest first; see tests/forked_tests.py.
-PYTEST := $(BIN)/python -m pytest -m "not long and not sglang and not agents and not environments and not trackio and not harbor and not browser and not gpu"
+UNMARKED := not long and not sglang and not agents and not environments and not trackio and not harbor and not browser and not gpu
+PYTEST := $(BIN)/python -m pytest -m "not slow and $(UNMARKED)"
 PARALLEL := --forks auto
 
 # CI compiles what tests import while it installs SGLang.
@@ -86,6 +88,9 @@ compile: install
 
 test: install
 	$(PYTEST) $(PARALLEL) tests
+
+test-slow: install
+	$(BIN)/python -m pytest -m "slow and $(UNMARKED)" $(PARALLEL) tests/integration tests/unit/learner/megatron
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,
 # with many more examples than `make test` tries.

@@ -18,6 +18,8 @@ from agentrl.sandbox.canary.check import check_backend, survey, try_backend
 from agentrl.sandbox.docker.backend import DockerBackend
 from agentrl.sandbox.registry import make_backend
 
+pytestmark = pytest.mark.slow
+
 LIMITS = SandboxLimits(memory_mb=64, processes=24, disk_mb=8, file_mb=4, inodes=256, output_kb=64)
 HARMLESS = (Defence.SECCOMP, Defence.INODES, Defence.RUNNER, Defence.ENVIRONMENT, Defence.FILE_SIZE)
 """Defences that the canary may find missing without doing harm to the machine."""

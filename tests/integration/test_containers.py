@@ -24,6 +24,8 @@ from agentrl.containers.machines import Machines, state_folder
 from agentrl.containers.spec import BuildSpec, Healthcheck, MachineSpec, ServiceSpec, VolumeMount
 from agentrl.core.errors import ConfigError, MissingError, SandboxFailure
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = "exec_process.py"
 
 

@@ -24,6 +24,8 @@ from agentrl.sandbox.canary.check import check_backend
 from agentrl.sandbox.docker.backend import DockerBackend
 from agentrl.toolserver.server.task_images import TaskImages
 
+pytestmark = pytest.mark.slow
+
 Play = Callable[[DockerBackend], Awaitable[None]]
 
 

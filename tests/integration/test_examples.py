@@ -21,6 +21,8 @@ from agentrl.core.registry import env_class, make_env, make_tasks
 from agentrl.sft.demonstrate import demonstrate
 from agentrl.testing import check_env
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["train.steps=1", "rollout.batch_size=2", "rollout.n_samples_per_prompt=2", "eval.size=2"]
 SMALL += ["run.dir=run", "obs.progress=plain", "obs.tensorboard=false"]

@@ -32,6 +32,8 @@ from agentrl.train.engine_weights import EngineWeights, open_gpus
 from agentrl.train.sampling import Sampling
 from agentrl.weight_sync.base import SyncedWeights
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = [
     "rollout.max_tokens=512",
     "sampler.embedded.slots=16",

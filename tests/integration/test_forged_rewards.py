@@ -36,6 +36,8 @@ from tests.forgery.attacks import (
     write,
 )
 
+pytestmark = pytest.mark.slow
+
 IMAGE = "agentrl-forgery:test"
 FIND_DAEMONS = """
 import os, socket, stat, sys

@@ -24,7 +24,7 @@ from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.sandbox.docker.backend import DockerBackend
 from agentrl.toolserver.hosted_tool import ToolSession
 
-pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")]
 
 CONFIG = SandboxConfig(limits=SandboxLimits(wall_s=5, output_kb=64, memory_mb=128))
 INPUTS = ["31\n", "8\n"]

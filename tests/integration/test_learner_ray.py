@@ -42,7 +42,7 @@ LENGTHS = [30, 50, 20, 7, 60, 33, 12, 41]
 ADAMW = OptimizerConfig(lr=1e-3)
 MUON = OptimizerConfig(name="muon", lr=1e-3)
 WITH_KL = make_algo(kl_coef=0.3)
-pytestmark = pytest.mark.usefixtures("forked_workers")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, EngineError, LearnerError
 from agentrl.inference.launch.launcher import EngineSpec
 
+pytestmark = pytest.mark.slow
+
 MACHINES = ("127.0.0.2", "127.0.0.3")
 EMBEDDED = ["sampler.embedded.slots=8", "sampler.embedded.context=256", "sampler.embedded.threads=1"]
 

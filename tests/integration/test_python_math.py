@@ -14,6 +14,8 @@ from agentrl.config.sandbox import SandboxConfig
 from agentrl.core.errors import MissingError
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 PRODUCT = re.compile(r'"code": "print\((\d+) \* (\d+)\)"}}\n</tool_call>')
 """A call whose result is known here."""

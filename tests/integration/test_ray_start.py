@@ -14,6 +14,8 @@ from command_words import command_words
 from deadlines import wait_until
 from shared_runs import environment
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 90
 """Much less than the ten minutes that Ray waits, and enough for a start on a busy machine."""
 GONE_S = 5

@@ -30,6 +30,8 @@ from agentrl.learner.checkpoints import complete_checkpoints
 from agentrl.models.weight_checksum import tensor_checksum
 from agentrl.obs.journal import read_journal
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 OVERRIDES = [
     "run.seed=7", "learner.optimizer.lr=1e-4", "learner.optimizer.warmup_steps=8", "learner.optimizer.weight_decay=0.1",

@@ -35,6 +35,8 @@ from agentrl.train.pipeline.scheduler import GroupScheduler, open_scheduler
 from agentrl.train.rollout_source import TaskPosition
 from tests.deadlines import until, wait_for_exit
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = """
 import os, pathlib, signal
 from agentrl.core.env import Env

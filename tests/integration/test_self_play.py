@@ -13,6 +13,8 @@ from shared_runs import ONE_THREAD, Running, agentrl, gone, here, metrics
 
 from agentrl.learner.checkpoints import STATE, complete_checkpoints
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 EPISODES = 8
 WORDS = [

@@ -22,6 +22,8 @@ from agentrl.core.types import Message
 from agentrl.testing import play_episode
 from tests.fake_machine import write_task
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """#!/bin/sh
 [ "$(cat /app/answer.txt)" = 42 ] && score=1 || score=0
 printf $score > /logs/verifier/reward.txt

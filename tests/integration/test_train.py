@@ -22,6 +22,8 @@ from agentrl.learner.in_process import LocalLearnerGroup
 from agentrl.learner.random_states import random_states, states_to_json
 from agentrl.obs.trace import EPISODES, RUN, read_trace, trace_files
 
+pytestmark = pytest.mark.slow
+
 TRAIN = [
     "train",
     "--env",

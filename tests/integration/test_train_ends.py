@@ -11,6 +11,8 @@ import pytest
 from command_words import command_words
 from shared_runs import IN_PROCESS_LEARNER, SMALL, Running, Services, gone, metrics
 
+pytestmark = pytest.mark.slow
+
 ENDLESS = [
     "train", "--env", "search_r1", *SMALL, "run.dir=run", "train.steps=200", "train.save_every=0",
     "train.eval_first=false", "rollout.batch_size=4", "rollout.n_samples_per_prompt=4",

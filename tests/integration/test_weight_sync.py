@@ -33,6 +33,8 @@ from agentrl.models.load import load_model
 from agentrl.weight_sync.base import TransportOptions, WeightSync
 from agentrl.weight_sync.registry import TRANSPORTS, make_transport
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 PARAMS = SamplingParams(max_new_tokens=16)
 IDS = [random.Random(1).randrange(2, 384) for _ in range(60)]

@@ -21,6 +21,8 @@ from tests.unit.learner.megatron.forked import run_ranks
 from tests.unit.learner.megatron.models import add_draft_layer, make_model
 from tests.unit.learner.megatron.rank_work import KILLS, STATES
 
+pytestmark = pytest.mark.slow
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Tensors = dict[str, torch.Tensor]
 

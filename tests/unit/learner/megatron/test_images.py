@@ -33,6 +33,8 @@ from tests.unit.learner.megatron.forked import Found, run_ranks
 from tests.unit.learner.megatron.models import make_model
 from tests.unit.learner.megatron.rank_work import algo_of
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = ("qwen2.5-vl", "qwen3-vl")
 LAYOUTS = {
     "DP2": "qwen2.5-vl",

@@ -33,6 +33,8 @@ from tests.unit.learner.megatron.rank_work import (
     learner_config,
 )
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = {"one_rank": ONE, "two_ranks": TWO | TWO_OF_EXPERTS, "four_ranks": FOUR}
 LAYOUTS = [(function, name) for function, names in FUNCTIONS.items() for name in names]
 

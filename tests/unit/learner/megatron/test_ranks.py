@@ -19,6 +19,8 @@ from tests.unit.learner.megatron.forked import Found, run_ranks
 from tests.unit.learner.megatron.models import LAYOUTS, LENGTHS, MODELS, add_draft_layer, make_model, rows, weighted
 from tests.unit.models.float8_folders import FORMS, quantize
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
