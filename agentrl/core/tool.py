@@ -39,6 +39,7 @@ from agentrl.core.user_code import (
     call_in_thread,
     describe,
     error_location,
+    error_message,
     user_error,
 )
 
@@ -175,7 +176,7 @@ class Tool:
             _log.warning(
                 "tool %s raised %s; the policy reads it. This is logged once a line", self.name, describe(error)
             )
-        return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error}")
+        return ToolResult(call.id, ToolStatus.ERROR, f"{type(error).__name__}: {error_message(error)}")
 
     def _as_result(self, call: ToolCall, answer: object) -> ToolResult:
         """Return a result or a text as it is, and anything else as JSON."""

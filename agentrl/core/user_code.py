@@ -35,6 +35,8 @@ END_S = 1.0
 """Seconds that a coroutine has to end after its time limit; then it is left alone."""
 CLOSE_S = 30.0
 """Seconds that a coroutine has to end once it is cancelled; then it is closed, as its event loop could not end before it."""
+_MAX_MESSAGE = 2_000
+"""Characters of an exception's message in one line."""
 _UNFIT = (StopIteration, TimeoutError, concurrent.futures.CancelledError)
 """A future refuses the first, and asyncio makes others of the rest, without their lines."""
 _running: set[asyncio.Task[object]] = set()
@@ -288,10 +290,20 @@ def describe(error: BaseException) -> str:
 
     Example: ``ValueError: no number in 'abc' (my_rewards.py:12)``.
     """
-    message = str(error.msg if isinstance(error, SyntaxError) else error)
+    message = " ".join(error_message(error.msg if isinstance(error, SyntaxError) else error).split()) or "no message"
+    if len(message) > _MAX_MESSAGE:
+        message = f"{message[:_MAX_MESSAGE]}… ({len(message):,} characters)"
     file, line = error_location(error)
     location = f" ({Path(file).name}:{line})" if file else ""
-    return f"{type(error).__name__}: {' '.join(message.split()) or 'no message'}{location}"
+    return f"{type(error).__name__}: {message}{location}"
+
+
+def error_message(error: object) -> str:
+    """Return the text of an exception, whose class may be the author's and fail to make it."""
+    try:
+        return str(error)
+    except Exception as fault:
+        return f"(its message cannot be shown: __str__ raised {type(fault).__name__})"
 
 
 def error_location(error: BaseException) -> tuple[str, int]:

@@ -506,3 +506,31 @@ def test_a_result_is_converted_to_json_in_the_thread() -> None:
     assert asyncio.run(rows.run(ToolCall("c", "rows", {}))).data == {"rows": 1}
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_an_error_without_a_message_is_an_error_of_the_tool(caplog: pytest.LogCaptureFixture) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @tool
+    def search() -> str:
+        """Search."""
+        raise Unprintable
+
+    result = asyncio.run(search.run(ToolCall("c", "search", {})))
+    assert result.status is ToolStatus.ERROR
+    assert result.content == "Unprintable: (its message cannot be shown: __str__ raised RuntimeError)"
+    assert result.content in caplog.text
+
+
+def test_a_long_message_is_cut_in_the_log_and_whole_in_the_result(caplog: pytest.LogCaptureFixture) -> None:
+    @tool
+    def search() -> str:
+        """Search."""
+        raise ValueError("x" * 100_000)
+
+    result = asyncio.run(search.run(ToolCall("c", "search", {})))
+    assert result.content == "ValueError: " + "x" * 100_000
+    assert "xxx… (100,000 characters)" in caplog.text
+    assert len(caplog.text) < 3_000
