@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import socket
@@ -68,7 +69,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ConfigError(f"run.dir={folder} cannot be written: {error.strerror or error}") from None
+        raise _not_writable(folder, error) from None
     with os.fdopen(handle, "r+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,10 +92,31 @@ SFT = "sft"
 
 
 def new_folder(config: Config, name: str = "") -> Path:
-    """Return the folder of a new run: ``run.dir``, or a new one under ``runs/``, by default named after the environment."""
-    if config.run.dir is None:
-        return RUNS / f"{name or _label(config.label)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return config.run.dir.expanduser()
+    """Return the folder of a new run: ``run.dir``, or one that it makes under ``runs/``, by default named after the environment.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    if config.run.dir is not None:
+        return config.run.dir.expanduser()
+    stem = f"{name or _label(config.label)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))  # runs of the same second
+    return next(RUNS / name for name in names if _make_folder(RUNS / name))
+
+
+def _make_folder(folder: Path) -> bool:
+    """Make a folder. Return False if it is there already."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+    return True
+
+
+def _not_writable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir={folder} cannot be written: {error.strerror or error}")
 
 
 def check_new(folder: Path) -> None:

@@ -17,7 +17,7 @@ from agentrl.runtime.run_dir import SFT, check_new, folder_to_resume, locked, ne
 
 def made(folder: Path, *, results: str | None = "metrics", checkpoint_ns: int | None = None) -> Path:
     """A run's folder: with its configuration, with metrics or rollouts, and with a checkpoint of a given time."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text("run: {seed: 0}\n")
     if results == "metrics":
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -47,6 +47,20 @@ def test_the_newest_run_with_a_checkpoint_is_resumed(tmp_path: Path, monkeypatch
     assert folder_to_resume(None, "search_r1") == older
     with pytest.raises(ConfigError, match="no run of python_math under"):
         folder_to_resume(None, "python_math")
+
+
+def test_runs_that_start_in_the_same_second_have_different_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20261128-120000")
+    config = load_config(None, [])
+    stem = f"{config.label}-20261128-120000"
+    assert [new_folder(config).name for _ in range(3)] == [stem, f"{stem}-2", f"{stem}-3"]
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("agentrl.runtime.run_dir.RUNS", Path("file"))
+    with pytest.raises(ConfigError, match=rf"run\.dir=file/{stem} cannot be written: Not a directory"):
+        new_folder(config)
 
 
 def test_a_mistyped_folder_is_an_error_that_names_the_others(tmp_path: Path) -> None:
