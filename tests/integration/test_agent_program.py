@@ -36,6 +36,8 @@ from agentrl.obs.journal import read_journal
 from agentrl.obs.rollouts import read_rollouts, rollout_files
 from agentrl.testing import ScriptedSampler
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_program_that_does_not_exist_is_told_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')

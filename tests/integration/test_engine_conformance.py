@@ -18,6 +18,8 @@ from conformance.weights import Weights
 from agentrl.config.sampler import EmbeddedConfig
 from agentrl.inference.launch.processes import EngineProcess, launch_embedded
 
+pytestmark = pytest.mark.slow
+
 
 def start(folder: Path, log: Path) -> EngineProcess:
     return launch_embedded(folder, EmbeddedConfig(slots=64, context=512, threads=1), log=log)

@@ -15,6 +15,8 @@ from tests.integration.rank_processes import run_ranks
 from tests.unit.learner.learners import tensors
 from tests.unit.learner.megatron.models import make_model
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {"qwen3_moe": 4, "gpt_oss": 4, "deepseek_v3": 8}
 
 

@@ -7,6 +7,8 @@ from shared_runs import IN_PROCESS_LEARNER, ONE_THREAD, Running, Services, agent
 
 from agentrl.obs.rollouts import read_rollouts
 
+pytestmark = pytest.mark.slow
+
 TINY = [*ONE_THREAD, "rollout.batch_size=4", "rollout.n_samples_per_prompt=4"]
 
 

@@ -14,6 +14,8 @@ from tests.integration.rank_processes import run_ranks
 from tests.integration.saving_ranks import CONFIG
 from tests.unit.learner.learners import make_batch, make_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

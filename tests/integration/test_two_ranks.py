@@ -33,6 +33,8 @@ from tests.unit.algo.ragged import Ragged, make_ragged
 from tests.unit.learner.learners import make_model
 from tests.unit.learner.test_shared_prefixes import make_batch, make_rows
 
+pytestmark = pytest.mark.slow
+
 WIDE = {"clip_low": 0.9, "clip_high": 9.0}  # so that few ratios of sequences are clipped
 ALGOS: dict[str, dict[str, object]] = {
     **{name: {"loss": {"name": name, "options": WIDE if "gspo" in name else {}}} for name in POLICY_LOSSES},

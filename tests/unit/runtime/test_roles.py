@@ -188,7 +188,9 @@ def test_roles_of_a_program_that_do_not_fit_are_refused(roles, message):
         make_lineup(program(env={"name": "single_turn", "roles": roles}))
 
 
-def test_agents_of_a_program_are_seats_of_self_play():
+def test_agents_of_a_program_are_seats_of_self_play(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bot.py").write_text("class Bot: ...\n")
     play = {"mix": {"mirror": 1, "past": 1}, "eval": {"opponents": ["mirror", "fixed:bot.py:Bot"]}}
     config = program(self_play=play)
     check(config)

@@ -16,6 +16,7 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.errors import ConfigError, EngineError, LearnerError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import Job, TaskJobs
+from agentrl.learner.checkpoints import load_state
 from agentrl.obs.rollouts import read_advantages, read_rollouts, rollout_files
 from agentrl.testing import FakeLearner
 from agentrl.train.evaluations import Evaluator
@@ -157,7 +158,7 @@ def test_staleness_0_is_the_synchronous_loop_bit_for_bit(tmp_path: Path) -> None
         assert read_advantages(tmp_path / "plain" / "rollouts", step) == read_advantages(
             tmp_path / "scheduler" / "rollouts", step
         )
-    states = [json.loads((tmp_path / name / "checkpoints/step_000004/state.json").read_text()) for name in learners]
+    states = [load_state(tmp_path / name / "checkpoints/step_000004") for name in learners]
     assert all(states[0][key] == states[1][key] for key in states[0] if key not in ("spent_s", "random"))
 
 
