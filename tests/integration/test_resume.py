@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from agentrl.config.layers import differences
 from agentrl.config.load import validate
-from agentrl.learner.checkpoints import complete_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints, load_state
 from agentrl.models.weight_checksum import tensor_checksum
 from agentrl.obs.journal import read_journal
 
@@ -217,7 +217,7 @@ def learner_state(folder: Path) -> dict[str, Any]:
 
 def trainer_state(checkpoint: Path) -> dict[str, Any]:
     """Return the trainer's counters and random states, without times."""
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = load_state(checkpoint)
     return {name: value for name, value in state.items() if name != "spent_s"}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from shared_runs import ONE_THREAD, Running, agentrl, gone, here, metrics
 
-from agentrl.learner.checkpoints import STATE, complete_checkpoints
+from agentrl.learner.checkpoints import complete_checkpoints, load_state
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +38,9 @@ class Resumed:
     """State of the resumed run before its first step."""
 
 
-def read_state(folder: Path) -> dict[str, Any]:
+def newest_state(folder: Path) -> dict[str, Any]:
     """Return the state of the newest checkpoint."""
-    state: dict[str, Any] = json.loads((complete_checkpoints(folder / "checkpoints")[-1] / STATE).read_text())
-    return state
+    return load_state(complete_checkpoints(folder / "checkpoints")[-1])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     finally:
         run.end()
     assert gone(children) == [], "engines"
-    killed_with = read_state(folder)
+    killed_with = newest_state(folder)
     assert killed_with["step"] < STEPS, "it has steps left to take"
     run = Running("train", "--resume", "run.dir=run", cwd=cwd, target=TARGET)
     try:
@@ -78,7 +77,7 @@ def test_a_resumed_run_begins_with_the_state_of_the_checkpoint(resumed: Resumed)
 
 
 def test_it_goes_on_to_its_end_and_counts_each_game_once(resumed: Resumed) -> None:
-    state = read_state(resumed.folder)
+    state = newest_state(resumed.folder)
     assert state["step"] == STEPS
     assert [row["step"] for row in metrics(resumed.folder)] == [1, 2, 3, 4, 4], "the last is an evaluation"
     games = sum(sum(counts) for _, _, _, *counts in state["source"]["self_play"]["results"])
