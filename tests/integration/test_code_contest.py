@@ -21,7 +21,7 @@ from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.testing import play_episode
 from agentrl.toolserver.launch import launch_tool
 
-pytestmark = pytest.mark.usefixtures("forked_starts")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_starts")]
 
 SECRET = "31337-is-expected"
 TASK = Task(

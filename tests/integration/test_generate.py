@@ -4,7 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from shared_runs import Services, here, metrics
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "loop.md"
 

@@ -30,6 +30,8 @@ from agentrl.sandbox.base import WORK, Job, Sandbox, SandboxBackend
 from agentrl.sandbox.bubblewrap.backend import BubblewrapBackend
 from agentrl.sandbox.docker.backend import DockerBackend
 
+pytestmark = pytest.mark.slow
+
 LIMITS = SandboxLimits(wall_s=30, memory_mb=1024, disk_mb=256, file_mb=128, output_kb=10 * 1024)
 """Room for the checks' files and inputs of 50 MiB."""
 

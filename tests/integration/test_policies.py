@@ -25,7 +25,7 @@ from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
 from agentrl.self_play.game_scores import Strategy, exploitability, legal_actions
 
-pytestmark = requires("peft")
+pytestmark = [pytest.mark.slow, requires("peft")]
 WORDS = [
     *ONE_THREAD,
     "env.name=solver_critic",

@@ -51,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_train_on_a_file_with_a_reward_of_a_group(folder: Path, services: Services) -> None:
     done = services.agentrl(
         "train", "--env", "single_turn", "data.path=train.jsonl", "data.input_key=prompt", "data.label_key=label",
