@@ -90,7 +90,7 @@ test: install
 	$(PYTEST) $(PARALLEL) tests
 
 test-slow: install
-	$(BIN)/python -m pytest -m "slow and $(UNMARKED)" $(PARALLEL) tests/integration tests/unit/learner/megatron
+	$(BIN)/python -m pytest -m "slow and $(UNMARKED)" $(PARALLEL) tests
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,
 # with many more examples than `make test` tries.

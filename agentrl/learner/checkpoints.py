@@ -6,7 +6,7 @@
       step_000020/
         model/ optimizer/ random/ learner.json   written by the learner's `save`
         critic/                                  the same, written by the critic's `save`
-        state.json                               the driver's state, with a CRC-32 of its own
+        state.json                               the driver's state, with its own CRC-32
         checksums.json                           CRC-32 of all files but state.json
       step_000030.partial/                       being written, or left behind by a kill
 """

@@ -89,13 +89,14 @@ class CpuOffload:
 def _allocate(sizes: Mapping[int, int], *, pinned: bool) -> dict[int, torch.Tensor]:
     """Return CPU memory of several sizes in bytes, in blocks of ``_BLOCK_BYTES``; what is larger has a block alone."""
     allocated, block, end = {}, torch.empty(0, dtype=torch.uint8), 0
-    total = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values())
+    aligned = {key: -(-size // _ALIGNMENT) * _ALIGNMENT for key, size in sizes.items()}
+    remaining = sum(aligned.values())
     for key, size in sizes.items():
         if end + size > len(block):
-            block, end = torch.empty(max(size, min(total, _BLOCK_BYTES)), dtype=torch.uint8, pin_memory=pinned), 0
+            length = max(size, min(remaining, _BLOCK_BYTES))
+            block, end = torch.empty(length, dtype=torch.uint8, pin_memory=pinned), 0
         allocated[key] = block[end : end + size]
-        aligned = -(-size // _ALIGNMENT) * _ALIGNMENT
-        end, total = end + aligned, total - aligned
+        end, remaining = end + aligned[key], remaining - aligned[key]
     return allocated
 
 

@@ -92,7 +92,7 @@ SFT = "sft"
 
 
 def new_folder(config: Config, name: str = "") -> Path:
-    """Return the folder of a new run: ``run.dir``, or one that it makes under ``runs/``, by default named after the environment.
+    """Return the folder of a new run: ``run.dir``, or a new folder under ``runs/``, by default named after the environment.
 
     Raises:
         ConfigError: it cannot be made.
