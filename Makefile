@@ -89,8 +89,9 @@ compile: install
 test: install
 	$(PYTEST) $(PARALLEL) tests
 
+# Files without a slow test are not collected: that takes half a minute.
 test-slow: install
-	$(BIN)/python -m pytest -m "slow and $(UNMARKED)" $(PARALLEL) tests
+	$(BIN)/python -m pytest -m "slow and $(UNMARKED)" $(PARALLEL) $$(grep -rl pytest.mark.slow tests --include='test_*.py')
 
 # Long learning runs: three seeds of the main job with their controls, and the hard case. Before them the property tests,
 # with many more examples than `make test` tries.
