@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import os
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -73,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     errors = make_console(stderr=True)
+    folder = _working_folder()
     try:
         parsed = _parse(build_parser(command), arguments)
         log_to_stderr()
@@ -97,7 +101,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except OSError as error:
         if error.errno not in DISK_ERRORS:
-            raise
+            if _working_folder() == folder:
+                raise
+            print_error(
+                errors,
+                "error",
+                f"{error}: the working directory was {folder}, and code of yours has changed it to {_working_folder()} with "
+                "os.chdir; the whole process has one, and relative paths such as run.dir start there",
+            )
+            return FAILED
         print_error(errors, "error", f"{error.filename2 or error.filename or 'writing a file'}: {error.strerror}")
         return FAILED
     except ModuleNotFoundError as error:
@@ -121,7 +133,34 @@ def _run(parsed: argparse.Namespace, errors: Console) -> int:
     except (SystemExit, GeneratorExit, asyncio.CancelledError) as error:  # from a task of user code's own
         print_error(errors, "error", f"the command was ended by {describe(error)}")
         return FAILED
+    finally:
+        _print_threads(errors)
     return DONE
+
+
+def _print_threads(errors: Console) -> None:
+    """Print the threads of user code that Python waits for before the process ends."""
+    frames, locations = sys._current_frames(), []
+    for thread in threading.enumerate():
+        if thread.daemon or thread is threading.main_thread() or thread.ident not in frames:
+            continue
+        lines = reversed(traceback.extract_stack(frames[thread.ident]))
+        locations += [f"{line.filename}:{line.lineno}" for line in lines if not is_library(line.filename)][:1]
+    if locations:
+        errors.print(
+            f"waiting for {len(locations)} threads that your code has started, at {', '.join(dict.fromkeys(locations))}; with "
+            "daemon=True they would not keep the command from ending",
+            style="bold yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "a folder that was deleted"
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

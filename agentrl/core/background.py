@@ -6,10 +6,13 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from contextvars import copy_context
+from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from typing_extensions import override
 
 from agentrl.core.child_process import StartedChildren, started_children
 
@@ -48,6 +51,43 @@ def run_in_daemon_thread(function: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return future
+
+
+class DaemonThreads(Executor):
+    """An executor with as many threads as it has calls at a time, which do not keep the process from ending if one is stuck."""
+
+    def __init__(self, name: str) -> None:
+        """Give all threads a name."""
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    @override
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
+        return future
+
+    def _run_calls(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            self._idle.release()
+        self._calls.put(None)  # for the next thread
+
+    @override
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._calls.put(None)
 
 
 async def run_start(start: Callable[[], T]) -> T:

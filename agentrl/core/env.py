@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 
 from agentrl.core.background import run_coroutine
+from agentrl.core.images import Image
 from agentrl.core.task import Task
 from agentrl.core.tool import Tool
 from agentrl.core.types import (
@@ -37,22 +38,33 @@ def _sample_text(rng: np.random.Generator) -> str:
 
 def observation_fault(observation: object) -> str:
     """Return what is wrong with an observation and what it should be, in one line; empty if nothing is."""
-    if isinstance(observation, Rewrite):
-        return ""
     if isinstance(observation, ToolCalls):
         is_valid = all(isinstance(call, ToolCall) for call in observation.calls)
         return "" if is_valid else f"{_short(observation)}, whose calls must be a tuple of ToolCalls"
-    if not isinstance(observation, tuple) or not all(isinstance(message, Message) for message in observation):
+    messages: Any = tuple(observation.messages) if isinstance(observation, Rewrite) else observation
+    if not isinstance(messages, tuple) or not all(isinstance(message, Message) for message in messages):
         text = observation if isinstance(observation, str) else "…"
         return (
             f'{_short(observation)}, which must be a tuple of messages, such as (Message("user", {_short(text)}),), '
             "or ToolCalls or a Rewrite"
         )
-    for message in observation:
+    for message in messages:
         if message.role not in get_args(Role):
             return f"{_short(observation)}: roles are {', '.join(get_args(Role))}, and not {message.role!r}"
-        if not isinstance(message.content, str):
-            return f"{_short(observation)}: the content of a message must be a str, and is {_short(message.content)}"
+        if fault := _field_fault(message):
+            return f"{_short(observation)}: {fault}"
+    return ""
+
+
+def _field_fault(message: Message) -> str:
+    if not isinstance(message.content, str):
+        return f"the content of a message must be a str, and is {_short(message.content)}"
+    for name, kind in (("tool_calls", ToolCall), ("images", Image)):
+        values = getattr(message, name)
+        if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+            return f"the {name} of a message must be a tuple of {kind.__name__}, and is {_short(values)}"
+    if not isinstance(message.tool_call_id, str | None):
+        return f"the tool_call_id of a message must be a str, and is {_short(message.tool_call_id)}"
     return ""
 
 
@@ -267,5 +279,8 @@ def returned_fault(returned: object, form: str) -> str:
         return f"must return {form}, it returned {returned!r:.160}"
     if fault := observation_fault(returned[0]):
         return f"returned the observation {fault}"
+    for name, flag in zip(("terminated", "truncated"), returned[2:-1], strict=False):
+        if not isinstance(flag, bool | np.bool_ | int):
+            return f"returned {name}={flag!r:.160}, which must be a bool"
     info = returned[-1]
     return "" if isinstance(info, dict) else f"returned the info {info!r:.160}, which must be a dict"

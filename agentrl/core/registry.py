@@ -303,6 +303,10 @@ def env_class_fault(cls: type[EnvBase], *, needs_step: bool = True) -> str:
             if hasattr(AsyncEnv, f"a{name}") and issubclass(cls, Env):
                 remedy = f"define async a{name} in a subclass of agentrl.AsyncEnv"
             return f"defines {name} as a coroutine, which is not awaited; {remedy}"
+    for name in ("areset", "astep", "atruncate", "aclose"):
+        method = getattr(cls, name, None)
+        if issubclass(cls, AsyncEnv) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+            return f"defines {name} as no coroutine, and it is awaited; write async def {name}, without yield"
     if not needs_step:
         return ""
     if issubclass(cls, AsyncEnv):

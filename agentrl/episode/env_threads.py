@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import gymnasium
@@ -115,9 +116,9 @@ class _Threaded(Generic[E]):
             self._busy = True
             return await asyncio.get_running_loop().run_in_executor(self._pool, run)
 
-    async def _await(self, name: str, method: Awaitable[T]) -> T:
+    async def _await(self, name: str, method: Callable[[], Awaitable[T]]) -> T:
         with waiting("environment", lambda: f"{self.name}.{name}"), user_code(lambda error: self._failure(name, error)):
-            return await await_user_code(method)
+            return await await_user_code(method())
 
     def _failure(self, method: str, error: BaseException) -> EnvironmentFailure:
         call = f"{self.name}.{method}" if self._env is not None else f"{self.name}'s constructor"
@@ -139,7 +140,7 @@ class ThreadedEnv(_Threaded[Env]):
 
         started = await self._call("reset", build)
         if isinstance(self._env, AsyncEnv):
-            started = await self._await("areset", self._env.areset(seed=seed, options=options))
+            started = await self._await("areset", partial(self._env.areset, seed=seed, options=options))
         result: tuple[Observation, Info] = self._check_returned("reset", started, RESET_FORM)
         return result
 
@@ -147,7 +148,7 @@ class ThreadedEnv(_Threaded[Env]):
         """Take an action."""
         env = self.env
         if isinstance(env, AsyncEnv):
-            stepped = await self._await("astep", env.astep(action))
+            stepped = await self._await("astep", partial(env.astep, action))
         else:
             stepped = await self._call("step", lambda: env.step(action), blocking=env.blocking)
         result: Step = self._check_returned("step", stepped, STEP_FORM)
@@ -159,7 +160,7 @@ class ThreadedEnv(_Threaded[Env]):
         if env is None or self._busy or type(env).truncate is Env.truncate:
             return 0.0, {}
         if isinstance(env, AsyncEnv):
-            returned = await self._await("atruncate", env.atruncate())
+            returned = await self._await("atruncate", env.atruncate)
         else:
             returned = await self._call("truncate", env.truncate)
         if isinstance(returned, ToolCalls) and not observation_fault(returned):
@@ -173,7 +174,7 @@ class ThreadedEnv(_Threaded[Env]):
     @override
     async def close(self) -> None:
         if isinstance(self._env, AsyncEnv):
-            await self._await("aclose", self._env.aclose())
+            await self._await("aclose", self._env.aclose)
         await super().close()
 
     def _check_returned(self, method: str, returned: Any, form: str) -> Any:

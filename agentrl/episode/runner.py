@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agentrl.core.background import DaemonThreads
 from agentrl.core.errors import EpisodeError, RunStopped
 from agentrl.core.lineup import Lineup
 from agentrl.core.task import Task, task_source_name
@@ -118,12 +118,11 @@ class EpisodeSlots:
     def __init__(self, max_concurrency: int) -> None:
         """Let ``max_concurrency`` episodes run at the same time."""
         self.semaphore = asyncio.Semaphore(max_concurrency)
-        # Threads are started as they are needed.
-        self.pool = ThreadPoolExecutor(max_concurrency, thread_name_prefix="env")
+        self.pool = DaemonThreads("env")
 
     def close(self) -> None:
-        """End the threads; one in which a method of an environment is stuck stays until that returns."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        """End the threads; one in which a method of an environment is stuck stays until that returns, or the process ends."""
+        self.pool.shutdown()
 
 
 class EpisodeRunner:

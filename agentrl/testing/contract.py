@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import random
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -23,6 +26,10 @@ from agentrl.core.user_code import describe, user_code
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+SLOW_S = 10.0
+"""Seconds after which a method of the plugin that has not returned is named."""
+
 
 class ContractError(UserError, AssertionError):
     """A plugin violates a contract; the message has what it does and what it should."""
@@ -35,9 +42,25 @@ def require(holds: bool, message: str, cause: BaseException | None = None) -> No
 
 
 def call_author_code(description: str, method: Callable[[], T], hint: str = "") -> T:
-    """Call a method of the plugin and return its result; an exception is a violation of the contract."""
-    with user_code(lambda error: ContractError(f"{description} raised {describe(error)}{hint}")):
-        return method()
+    """Call a method of the plugin and return its result. An exception is a violation of the contract, and so is another working
+    directory afterwards.
+
+    A method that takes longer than `SLOW_S` is named in the log meanwhile: it may never return.
+    """
+    folder = os.getcwd()
+    timer = threading.Timer(SLOW_S, _log.warning, ("%s has not returned for %g s", description, SLOW_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        with user_code(lambda error: ContractError(f"{description} raised {describe(error)}{hint}")):
+            returned = method()
+    finally:
+        timer.cancel()
+    require(
+        os.getcwd() == folder,
+        f"{description} changes the working directory to {os.getcwd()}, for the whole process; use absolute paths",
+    )
+    return returned
 
 
 def check_schemas(name: str, tools: Iterable[Tool]) -> None:
@@ -57,11 +80,20 @@ def check_tools(env: Env | MultiAgentEnv) -> None:
 
 
 def require_json(value: object, description: str) -> None:
-    """Raise `ContractError` unless ``value`` is JSON-able."""
+    """Raise `ContractError` unless ``value`` is JSON-able; of a dict the message has the first key whose value is not."""
+    fault = _json_fault(value)
+    items = value.items() if fault and isinstance(value, dict) else ()
+    key, item = next(((key, item) for key, item in items if _json_fault(item)), (None, value))
+    location = description if item is value else f"{description}[{key!r}]"
+    require(not fault, f"{location} must be JSON-able: {fault}; it is {item!r:.100}")
+
+
+def _json_fault(value: object) -> str:
     try:
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:  # also of cycles, and of integers that are too long
-        require(False, f"{description} must be JSON-able: {error}", error)
+        return str(error)
+    return ""
 
 
 def require_info(info: Info, name: str) -> None:

@@ -1,7 +1,9 @@
 """The command line as a user types it; nothing here starts a server."""
 
 import errno
+import os
 import runpy
+import threading
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,34 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["train"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "run/metrics.jsonl: No space left on device" in line
+
+
+def test_a_changed_working_directory_is_why_a_file_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def change_folder(arguments: object) -> None:
+        os.chdir("/")
+        Path("runs/first/metrics.jsonl").read_text()
+
+    monkeypatch.setattr("agentrl.cli.train.run", change_folder)
+    assert main(["train"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"the working directory was {tmp_path}, and code of yours has changed it to /" in line
+
+
+def test_threads_that_the_process_waits_for_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = threading.Event()
+    monkeypatch.setattr("agentrl.cli.train.run", lambda arguments: threading.Thread(target=end.wait).start())
+    monkeypatch.setattr("agentrl.cli.main.is_library", lambda file: not file.endswith("threading.py"))
+    try:
+        assert main(["train"]) == 0
+    finally:
+        end.set()
+    assert "waiting for 1 threads that your code has started, at " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

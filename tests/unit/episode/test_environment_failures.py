@@ -7,13 +7,14 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl.config.rollout import FailureConfig
 from agentrl.core.env import AsyncEnv, Env
 from agentrl.core.errors import RunStopped
 from agentrl.core.task import Task
-from agentrl.core.types import FailureKind, Message, Rollout, SamplingParams, ToolResults
+from agentrl.core.types import FailureKind, Message, Rewrite, Rollout, SamplingParams, ToolResults
 from agentrl.data.jobs import Job
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.failure_policy import FailurePolicy
@@ -165,6 +166,22 @@ def returning(first: Any = None, then: Any = None) -> type[Env]:
         (None, (NEXT, 0.0, False, {}), "must return (observation, reward, terminated, truncated, info)"),
         (None, None, "must return (observation, reward, terminated, truncated, info), it returned None"),
         (None, (NEXT, 0.0, False, False, []), "Returning.step returned the info [], which must be a dict"),
+        (
+            None,
+            (NEXT, 0.0, np.zeros(2) > 0, False, {}),
+            "Returning.step returned terminated=array([False, False]), which",
+        ),
+        (None, (NEXT, 0.0, False, None, {}), "Returning.step returned truncated=None, which must be a bool"),
+        (
+            None,
+            ((Message("user", "x", tool_calls=({},)),), 0.0, False, False, {}),  # type: ignore[arg-type]
+            "the tool_calls of a message must be a tuple of ToolCall, and is ({},)",
+        ),
+        (
+            None,
+            (Rewrite((Message("user", None),)), 0.0, False, False, {}),  # type: ignore[arg-type]
+            "the content of a message must be a str, and is None",
+        ),
     ],
 )
 def test_what_a_method_should_return_is_said_in_one_line(renderer, first, then, words):
@@ -182,5 +199,10 @@ def test_a_step_that_is_not_defined_is_named(renderer):
     class NothingAsync(AsyncEnv):
         pass
 
+    class Plain(AsyncEnv):
+        def astep(self, action):
+            raise ValueError(action)
+
+    assert "Plain.astep raised ValueError: Message(" in fail(renderer, Plain)
     assert "Nothing defines no step(action)" in fail(renderer, Nothing)
     assert "NothingAsync defines no astep(action)" in fail(renderer, NothingAsync)

@@ -785,7 +785,7 @@ def test_the_runners_own_cpu_time_a_turn(renderer):
 def test_the_threads_of_environments_end_with_the_slots_although_a_runner_has_them():
     slots = EpisodeSlots(2)
     thread = slots.pool.submit(threading.current_thread).result()
-    assert thread.name.startswith("env_")
+    assert thread.name == "env"
     slots.close()
     thread.join(30)
     assert not thread.is_alive()

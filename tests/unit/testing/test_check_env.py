@@ -1,17 +1,20 @@
 """The contract check finds each fault that it says it looks for."""
 
 import json
+import os
 import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentrl import Env, Message, Task, ToolCall, ToolCalls, ToolResults
+from agentrl import AsyncEnv, Env, Message, Task, ToolCall, ToolCalls, ToolResults
 from agentrl.core.env import Step
 from agentrl.core.types import Action
-from agentrl.testing import ContractError, check_env
+from agentrl.testing import ContractError, check_env, contract
 
 
 class Guess(Env):
@@ -113,7 +116,7 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
         ({"tool_names": ()}, r"calls 'search', which is neither in its tool_names"),
         ({"tool_names": ["search"]}, r"tool_names must be a tuple of strings"),
         ({"stop": ("",)}, r"stop must be a tuple of strings that are not empty"),
-        ({"get_state": lambda self: {"turn": object()}}, r"get_state must be JSON-able"),
+        ({"get_state": lambda self: {"turn": object()}}, r"get_state\['turn'\] must be JSON-able"),
         ({"get_state": lambda self: {**Guess.get_state(self), 1: 2}}, r"get_state changes when it goes through JSON"),
         ({"set_state": lambda self, state: Env.set_state(self, state)}, r"does not bring back the state"),
         ({"get_state": lambda self: {**Guess.get_state(self), "turn": 0}}, r"get_state leaves out .* step \d+ differs"),
@@ -162,13 +165,47 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
             r"info\['final_answer'\] must be a str, it is 4",
         ),
         ({"close": lambda self: {}["x"]}, r"Broken.close raised KeyError: 'x'|gymnasium"),
+        (
+            {"step": lambda self, action: ((), 0.0, True, False, {"x": float("nan"), "y": 1})},
+            r"Broken: info\['x'\] must be JSON-able: .*; it is nan$",
+        ),
+        ({"step": lambda self, action: ((), 0.0, "False", False, {})}, r"step returned terminated='False', which must"),
+        (
+            {"reward": lambda self: os.chdir("/") or 0.0},
+            r"Broken.step changes the working directory to /, for the whole process; use absolute paths$",
+        ),
     ],
 )
-def test_a_fault_is_named(methods: dict[str, Any], fault: str) -> None:
+def test_a_fault_is_named(methods: dict[str, Any], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ContractError, match=fault) as raised:
         check_env(broken(**methods))
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 400
+
+
+def test_an_async_method_that_is_no_coroutine_is_named() -> None:
+    class Awaited(AsyncEnv):
+        def astep(self, action: Action) -> Step:  # type: ignore[override]
+            return (), 0.0, True, False, {}
+
+    with pytest.raises(ContractError, match=r"Awaited defines astep as no coroutine, .*; write async def astep"):
+        check_env(Awaited)
+
+
+def test_a_method_that_does_not_return_is_named_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(contract, "SLOW_S", 0.01)
+
+    def wait_for_the_log(self: Guess) -> float:
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return 1.0
+
+    check_env(broken(reward=wait_for_the_log))
+    assert "Broken.step has not returned for 0.01 s" in caplog.messages
 
 
 def test_an_environment_without_a_state_of_its_own_passes_with_a_note() -> None:
