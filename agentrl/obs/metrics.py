@@ -111,6 +111,9 @@ def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
 
     Keys that start with ``eval/`` are drawn as points joined by a line, others as a line. Identical series are drawn once,
     with all of their names.
+
+    Raises:
+        OSError: such as of a full disk; it names the file.
     """
     rows = read_metrics(metrics)
     series = {key: [(row["step"], row[key]) for row in rows if key in row] for key in keys}
@@ -129,7 +132,8 @@ def plot_curve(metrics: Path, out: Path, keys: Sequence[str]) -> Path | None:
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
-    figure.savefig(out)
+    with write_atomically(out) as partial:
+        figure.savefig(partial, format="png")
     return out
 
 

@@ -41,25 +41,42 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files under ``folder``; steps after ``resume_after`` of the run before a resume are hidden."""
 
-    def __init__(self, folder: Path, *, resume_after: int | None = None) -> None:
+    def __init__(self, folder: Path, note: Callable[[str], None], *, resume_after: int | None = None) -> None:
         require("tensorboard", "obs.tensorboard=true")
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resume_after is None else resume_after + 1
+        self._folder = folder
+        self._note = note
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=5)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics as scalars."""
-        for key, value in metrics.items():
-            self._writer.add_scalar(key, value, step)
+
+        def write(writer: Any) -> None:
+            for key, value in metrics.items():
+                writer.add_scalar(key, value, step)
+
+        self._send(write)
 
     def samples(self, step: int, table: Sequence[Sequence[Any]]) -> None:
         """Write the table as text."""
-        self._writer.add_text("samples", markdown(table), step)
+        self._send(lambda writer: writer.add_text("samples", markdown(table), step))
 
     def close(self) -> None:
         """Flush and close the event files."""
-        self._writer.close()
+        self._send(lambda writer: writer.close())
+
+    def _send(self, write: Callable[[Any], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except Exception as error:  # any error: a tracker that fails must not end the run
+            self._note(
+                f"TensorBoard logs nothing more of this run: {self._folder}: {error} (metrics.jsonl has all metrics)"
+            )
+            self._writer = None
 
 
 def open_tensorboard(
@@ -70,7 +87,7 @@ def open_tensorboard(
     Args:
         folder: of the run.
         setting: ``auto`` calls ``note`` if TensorBoard is not installed.
-        note: prints a message for the user.
+        note: prints a message for the user; also if a write fails, the last of this run.
         resume_after: see `TensorBoard`.
 
     Raises:
@@ -79,7 +96,7 @@ def open_tensorboard(
     if setting == "auto" and not is_installed("tensorboard"):
         note(f"no TensorBoard files: {install_command('tensorboard')} (metrics.jsonl has all metrics)")
         return []
-    return [TensorBoard(folder / "tensorboard", resume_after=resume_after)] if setting else []
+    return [TensorBoard(folder / "tensorboard", note, resume_after=resume_after)] if setting else []
 
 
 def sample_table(rollouts: Sequence[Rollout], count: int) -> list[list[Any]]:

@@ -187,7 +187,8 @@ async def run_training(
     if resumed is not None:  # before anything of the run is changed
         keys = {**recorded_keys(config), **start.contents}
         reuse = check_resume(resumed, keys, samples=replay is None, discard=start.discard)
-    with run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
+    interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
+    with interrupt, run_folder(config, resumed) as folder, recorded_end(folder, resumed=resumed is not None) as begin:
         if start.fork is not None:
             await asyncio.to_thread(check_checksums, start.fork.checkpoint)
             await asyncio.to_thread(start.fork.write, folder, config, recorded_keys(config) | dict(start.contents))
@@ -197,9 +198,8 @@ async def run_training(
         print_message(console, f"run {folder}{origin}")
         if resumed is not None:
             print_message(console, reuse)
-        interrupt = Interrupt(ProgressView(console, 0, "plain").print_text)
         try:
-            with _named_resume(folder, checkpoint, replay, interrupt, console), interrupt:
+            with _named_resume(folder, checkpoint, replay, interrupt, console):
                 inputs = await _read_inputs(config, folder, checkpoint, start, console)
                 # Other GPUs may resume the run: its folder has the configuration as it was before.
                 fitted, lines = await asyncio.to_thread(fit_to_gpu, inputs.config, inputs.shape, critic=True)
@@ -260,6 +260,9 @@ def _named_resume(
                 print_message(console, f"the run is in {folder}; resume it with: {again}")
             raise
         raise RunStopped(f"{error}. The run is in {folder}; resume it with:\n  {again}") from None
+    except (asyncio.CancelledError, KeyboardInterrupt):  # a second Ctrl-C
+        print_message(console, f"the run is in {folder}; resume it with: {resume_command(folder, replay)}")
+        raise
     except OSError as error:
         if error.errno in DISK_ERRORS:
             again = resume_command(folder, replay)

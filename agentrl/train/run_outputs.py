@@ -17,6 +17,7 @@ from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.config.self_play import label
 from agentrl.core.extras import install_command, is_installed
+from agentrl.obs.console import print_message
 from agentrl.obs.host_memory import HostMemory
 from agentrl.obs.idle_time import IdleTime
 from agentrl.obs.metrics import MetricsLog, plot_curve
@@ -111,14 +112,18 @@ def curve_keys(config: Config) -> list[str]:
 
 
 def draw_curve(config: Config, folder: Path, console: Console) -> Path | None:
-    """Draw the learning curve of a run, and return its file, or None if there is nothing to draw or to draw with."""
+    """Draw the learning curve of a run, and return its file, or None if there is nothing to draw, to draw with or to draw on."""
     if not is_installed("matplotlib"):
         command = install_command("matplotlib")
         console.print(
             f"no curve.png: {command} (agentrl view {folder} --html shows the curve)", markup=False, soft_wrap=True
         )
         return None
-    return plot_curve(folder / "metrics.jsonl", folder / "curve.png", curve_keys(config))
+    try:
+        return plot_curve(folder / "metrics.jsonl", folder / "curve.png", curve_keys(config))
+    except OSError as error:  # a full disk, which may be what ends the run
+        print_message(console, f"no curve.png: {error.filename}: {error.strerror}")
+        return None
 
 
 def print_summary(

@@ -83,12 +83,15 @@ class Trainer:
         return self.steps.source
 
     async def run(self) -> None:
-        """Train to the last step. If anything ends the run early, the last finished step is saved first."""
+        """Train to the last step. If anything but a second Ctrl-C ends the run early, the last finished step is saved first."""
         try:
             await self._loop()
         except (Exception, asyncio.CancelledError) as error:
             await self.evaluations.aclose()
-            await self._save_after(error)
+            task = asyncio.current_task()
+            assert task is not None, "this is a task"
+            if not task.cancelling():  # a second Ctrl-C may find a save in progress
+                await self._save_after(error)
             raise
         await self._checkpoint()
         await self._finish_save()

@@ -1,16 +1,23 @@
 import dataclasses
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from agentrl.config.load import load_config
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
+from agentrl.obs.console import make_console
 from agentrl.obs.metrics import MetricsLog, merge_equal_series, plot_curve, read_metrics
 from agentrl.obs.progress import ProgressView, Stopwatch, format_left
 from agentrl.obs.trackers import TensorBoard
 from agentrl.obs.viewer.terminal import rollout_panel
+from agentrl.train.run_outputs import draw_curve
 from benchmarks.episode_runner import synthetic_rows
 
 
@@ -23,7 +30,7 @@ def test_a_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
 def test_resume_drops_the_steps_after_the_checkpoint_and_a_torn_line(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "train/reward": step / 10}) for step in range(1, 6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 6, "tra')
-    board = TensorBoard(tmp_path / "tensorboard", resume_after=3)
+    board = TensorBoard(tmp_path / "tensorboard", print, resume_after=3)
     with MetricsLog(tmp_path, trackers=[board], resume_after=3) as log:
         log.write(4, {"train/reward": 1.0})
     rows = read_metrics(tmp_path / "metrics.jsonl")
@@ -51,6 +58,25 @@ def test_curve_is_a_png(tmp_path: Path) -> None:
     assert out is not None
     assert out.read_bytes().startswith(b"\x89PNG")
     assert plot_curve(tmp_path / "metrics.jsonl", tmp_path / "none.png", ["no/such"]) is None
+
+
+def test_a_curve_that_a_full_disk_refuses_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its error does not take the place of what ended the run."""
+
+    def full(figure: Figure, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"train/reward": 0.5})
+    (tmp_path / "curve.png").write_bytes(b"before")
+    assert draw_curve(load_config(None, []), tmp_path, make_console()) is None
+    assert f"no curve.png: {tmp_path / 'curve.png'}: No space left on device" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+    assert (tmp_path / "curve.png").read_bytes() == b"before"
 
 
 def test_a_series_that_is_the_same_as_another_is_drawn_once_under_both_names() -> None:

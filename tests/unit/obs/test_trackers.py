@@ -1,6 +1,8 @@
 """Trackers; Weights & Biases is the real one, offline: nothing is sent anywhere."""
 
+import errno
 import json
+import os
 import shutil
 import sys
 import time
@@ -16,7 +18,7 @@ from agentrl.config.obs import ObsConfig
 from agentrl.core.errors import MissingError
 from agentrl.core.types import FinishReason, Rollout, StopReason, Turn
 from agentrl.obs import trackers as ours
-from agentrl.obs.metrics import MetricsLog
+from agentrl.obs.metrics import MetricsLog, read_metrics
 from agentrl.obs.trackers import COLUMNS, TensorBoard, markdown, sample_table
 
 
@@ -75,7 +77,7 @@ def test_a_sample_is_shown_whole() -> None:
 def test_tensorboard_gets_metrics_and_text(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board")], table_rows=2) as log:
+    with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board", print)], table_rows=2) as log:
         log.write(3, {"train/reward": 0.25})
         log.samples(3, [rollout(0)])
     event_accumulator = EventAccumulator(str(tmp_path / "board"))
@@ -84,6 +86,23 @@ def test_tensorboard_gets_metrics_and_text(tmp_path: Path) -> None:
     assert (scalar.step, scalar.value) == (3, 0.25)
     [text] = event_accumulator.Tensors("samples/text_summary")
     assert b"terminated" in text.tensor_proto.string_val[0]
+
+
+def test_a_full_disk_ends_tensorboard_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    notes: list[str] = []
+    with MetricsLog(tmp_path, trackers=[TensorBoard(tmp_path / "board", notes.append)], table_rows=1) as log:
+        for step in (1, 2):
+            log.write(step, {"train/reward": 0.25})
+            log.samples(step, [rollout(0)])
+    [note] = notes
+    assert f"nothing more of this run: {tmp_path / 'board'}: [Errno 28] No space left" in note
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_resumed_run_keeps_its_id_and_leaves_no_process(tmp_path: Path) -> None:

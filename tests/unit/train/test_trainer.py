@@ -344,6 +344,31 @@ def test_a_signal_is_acknowledged_while_the_learner_works(tmp_path: Path) -> Non
     assert saved_state(tmp_path)["step"] == 1
 
 
+def test_a_second_ctrl_c_in_a_save_begins_no_other_save(tmp_path: Path) -> None:
+    """It would remove the files that the thread of the first save writes."""
+    saving, released = threading.Event(), threading.Event()
+    folders = []
+
+    class SlowSave(FakeLearner):
+        def save(self, folder: Path) -> None:
+            folders.append(folder.name)
+            if len(folders) == 1:
+                saving.set()
+                released.wait()
+            super().save(folder)
+
+    async def train() -> None:
+        task = asyncio.create_task(trainer(tmp_path, config("train.save_every=1"), SlowSave()).run())
+        await asyncio.to_thread(saving.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        released.set()
+
+    asyncio.run(train())
+    assert folders == ["step_000001.partial"]
+
+
 def test_all_that_a_step_waits_for_is_in_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock advances only in what the trainer calls."""
     clock_s = 0.0
