@@ -41,6 +41,9 @@ class InProcessLearner(LocalLearnerGroup):
     def check(self) -> None:
         """It has no processes that could be lost."""
 
+    def end(self, why: str) -> None:
+        """It has no processes that could be killed: who ends it waits until it has loaded."""
+
 
 def start_learners(
     model: Path,
@@ -66,6 +69,9 @@ class InProcessCritic(LocalCritic):
 
     def check(self) -> None:
         """It has no processes that could be lost."""
+
+    def end(self, why: str) -> None:
+        """It has no processes that could be killed."""
 
 
 def start_critic(

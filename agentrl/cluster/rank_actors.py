@@ -136,7 +136,7 @@ class RankActors(RankGroup):
         lost, _ = ray.wait(self._ends, timeout=0)
         if lost:
             rank = self._ends.index(lost[0])
-            self._end(f"rank {rank} was lost")
+            self.end(f"rank {rank} was lost")
             raise LearnerError(
                 f"rank {rank} of {len(self._actors)} of the {self._name} was lost: its process has ended"
             )
@@ -183,7 +183,7 @@ class RankActors(RankGroup):
     def close(self) -> None:
         """End the ranks, and Ray if it was started for them. Idempotent."""
         if self._actors:
-            self._end("it was closed")
+            self.end("it was closed")
             self._actors = []
             if self._runtime is not None:
                 self._runtime.stop()
@@ -299,7 +299,7 @@ class RankActors(RankGroup):
                 if not done and time.monotonic() < limit:
                     continue
                 if not done:
-                    self._end(f"{phase} took longer than {key}")
+                    self.end(f"{phase} took longer than {key}")
                     raise LearnerError(
                         f"{phase}: rank {late()} of the {self._name} gave no answer in time; {key} can be raised"
                     )
@@ -320,13 +320,13 @@ class RankActors(RankGroup):
         done, late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
         # A rank may notice that another has died before Ray does.
         if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):
-            self._end(f"rank {rank} failed in {phase}: {summary}")
+            self.end(f"rank {rank} failed in {phase}: {summary}")
         if isinstance(cause, AgentrlError) or (isinstance(cause, OSError) and cause.errno in DISK_ERRORS):
             return cause
         return LearnerError(f"rank {rank} of {len(self._actors)} failed in {phase}: {summary} (see {self._log})")
 
-    def _end(self, why: str) -> None:
-        """Kill all ranks; the errors of later calls name the reason ``why``."""
+    def end(self, why: str) -> None:
+        """Kill all ranks, also while another thread waits for them; the errors of its call and of later ones name ``why``."""
         self._over = self._over or why
         for actor in self._actors:
             kill_actor(actor)

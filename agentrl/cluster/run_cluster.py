@@ -13,6 +13,7 @@ from agentrl.cluster.engine_actors import OwnLocations, PolicyLocations, RayLaun
 from agentrl.cluster.learner_group import RayCritic, RayLearnerGroup, start_critic, start_learners
 from agentrl.cluster.placement_group import ActorLocation, ReservedPlacement
 from agentrl.cluster.placement_layout import lay_out, spreads_runners
+from agentrl.cluster.rank_actors import RankActors
 from agentrl.cluster.ray_address import learner_device
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, store_bytes
 from agentrl.cluster.runner_actors import RayRunners
@@ -75,8 +76,7 @@ class RunCluster:
     def load(self) -> None:
         """Begin to load the weights, unless learner and engines share GPUs."""
         if self._placement is None or not self.config.placement.shares_gpus:
-            loaded = self._loaded = asyncio.ensure_future(self._load())
-            self._exits.push_async_callback(lambda: asyncio.gather(loaded, return_exceptions=True))
+            self._loaded = asyncio.ensure_future(self._load())
 
     async def engine_launcher(self) -> Callable[[EngineSpec], Launcher]:
         """Return what starts the engines: on this machine, or in the reserved placement."""
@@ -219,10 +219,16 @@ class RunCluster:
         return learner
 
     async def _close_ranks(self) -> None:
+        """End the ranks, also if they still load, which may take minutes."""
         try:
-            learner = await self._started
+            groups: list[RankActors] = [await self._started]
         except Exception:
-            return
-        if self._critic is not None:
-            await asyncio.to_thread(self._critic.close)
-        await asyncio.to_thread(learner.close)
+            groups = []
+        groups += [] if self._critic is None else [self._critic]
+        if self._loaded is not None:
+            if not self._loaded.done():
+                for ranks in groups:
+                    await asyncio.to_thread(ranks.end, "the run ends")
+            await asyncio.gather(self._loaded, return_exceptions=True)  # then no thread uses Ray any more
+        for ranks in reversed(groups):
+            await asyncio.to_thread(ranks.close)

@@ -106,3 +106,35 @@ def test_a_start_that_waits_for_a_dead_ray_ends(tmp_path: Path, monkeypatch: pyt
 
     with pytest.raises(LearnerError, match="gcs_server has ended"):
         asyncio.run(asyncio.wait_for(learner(), 30))
+
+
+def test_ranks_that_load_are_ended_and_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large model loads for minutes, and Ray may end once no thread waits for a rank."""
+    loading, ended, events = threading.Event(), threading.Event(), []
+
+    class Ranks:
+        def ready(self) -> None:
+            loading.set()
+            ended.wait()
+            events.append("no thread waits")
+            raise LearnerError("the run ends")
+
+        def end(self, why: str) -> None:
+            ended.set()
+
+        def close(self) -> None:
+            events.append("closed")
+
+    monkeypatch.setattr(run_cluster, "start_learners", lambda *_, **__: Ranks())
+    config = load_config(None, ["learner.device=cpu", "learner.threads=1"])
+
+    async def start() -> None:
+        model = make_model(tmp_path / "model")
+        cluster = RunCluster(config, tmp_path, model, model)
+        await cluster.open()
+        cluster.load()
+        await asyncio.to_thread(loading.wait)
+        await asyncio.wait_for(cluster.aclose(), 30)
+
+    asyncio.run(start())
+    assert events == ["no thread waits", "closed"]
