@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl.cluster.placement_layout import GpuIndex, Layout, Resources, number_by_machine
-from agentrl.cluster.ray_runtime import RayRuntime, check_ray, gcs_ended
+from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, gcs_ended
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import ConfigError, LearnerError
 from agentrl.obs.waiting import waiting
@@ -80,7 +82,12 @@ class ReservedPlacement:
 
     @classmethod
     def reserve(
-        cls, layout: Layout, runtime: RayRuntime, timeout_s: float, spreads_runners: Callable[[int], bool]
+        cls,
+        layout: Layout,
+        runtime: RayRuntime,
+        timeout_s: float,
+        spreads_runners: Callable[[int], bool],
+        cancelled: threading.Event,
     ) -> ReservedPlacement:
         """Start or join Ray, and wait until it has reserved the bundles of ``layout``.
 
@@ -89,6 +96,7 @@ class ReservedPlacement:
             runtime: Ray.
             timeout_s: seconds that others may use the resources.
             spreads_runners: returns whether runner processes may be on all machines of a cluster with so many cores.
+            cancelled: ends the wait, as ``timeout_s`` does.
 
         Raises:
             ConfigError: the cluster is too small.
@@ -100,7 +108,10 @@ class ReservedPlacement:
             check_cluster(layout.bundles)
             group = placement_group([dict(bundle) for bundle in layout.bundles], strategy="PACK")
             with waiting("start", f"until Ray has {_describe(layout.total)} free"):
-                ready = group.wait(timeout_s)
+                limit = time.monotonic() + timeout_s
+                while not (ready := group.wait(min(LOOK_S, timeout_s))) and time.monotonic() < limit:
+                    if cancelled.is_set():
+                        break
             if not ready:
                 remove_placement_group(group)
                 free = ray.available_resources()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -68,8 +69,12 @@ class RunCluster:
             runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=store_bytes(self.shape))
             timeout_s = self.config.learner.start_timeout_s
             spreads = partial(spreads_runners, self.config)
-            self._placement = await asyncio.to_thread(ReservedPlacement.reserve, layout, runtime, timeout_s, spreads)
-            self._exits.push_async_callback(asyncio.to_thread, self._placement.close)
+            cancelled, reserve = threading.Event(), ReservedPlacement.reserve
+            reserving = asyncio.ensure_future(
+                asyncio.to_thread(reserve, layout, runtime, timeout_s, spreads, cancelled)
+            )
+            self._exits.push_async_callback(self._close_placement, reserving, cancelled)
+            self._placement = await asyncio.shield(reserving)
         self._started = asyncio.ensure_future(self._start())
         self._exits.push_async_callback(self._close_ranks)
 
@@ -217,6 +222,15 @@ class RunCluster:
             if self._critic is not None:
                 await asyncio.to_thread(self._critic.load, self.checkpoint / CRITIC)
         return learner
+
+    async def _close_placement(self, reserving: asyncio.Future[ReservedPlacement], cancelled: threading.Event) -> None:
+        """Give the placement back, or end the wait for it, which may take minutes."""
+        cancelled.set()
+        try:
+            placement = await reserving
+        except Exception:
+            return
+        await asyncio.to_thread(placement.close)
 
     async def _close_ranks(self) -> None:
         """End the ranks, also if they still load, which may take minutes."""

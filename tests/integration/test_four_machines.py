@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def reserve(mode: str) -> ReservedPlacement:
     config = validate({"learner": {"ranks": RANKS}, "placement": {"mode": mode}, "sampler": sampler}, [])
     layout = lay_out(config, "cuda")
     runtime = RayRuntime(cpus=layout.total["CPU"], store_bytes=80 << 20)
-    return ReservedPlacement.reserve(layout, runtime, 120.0, lambda cores: False)
+    return ReservedPlacement.reserve(layout, runtime, 120.0, lambda cores: False, threading.Event())
 
 
 @pytest.mark.parametrize("mode", ["colocate", "disaggregate"])

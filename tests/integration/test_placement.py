@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -64,10 +66,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "a", seed=0)
 
 
-def reserve(settings: list[str], device: str, seconds: float = 20) -> tuple[Any, ReservedPlacement]:
-    config = load_config(None, settings)
+def reserve(
+    settings: list[str], device: str, seconds: float = 20, *, is_cancelled: bool = False
+) -> tuple[Any, ReservedPlacement]:
+    config, cancelled = load_config(None, settings), threading.Event()
+    if is_cancelled:
+        cancelled.set()
     spreads = partial(spreads_runners, config)
-    return config, ReservedPlacement.reserve(lay_out(config, device), RayRuntime(cpus=1), seconds, spreads)
+    layout, runtime = lay_out(config, device), RayRuntime(cpus=1)
+    return config, ReservedPlacement.reserve(layout, runtime, seconds, spreads, cancelled)
 
 
 def actor_locations(placement: ReservedPlacement) -> list[ActorLocation]:
@@ -277,6 +284,10 @@ def test_what_a_cluster_cannot_hold_is_refused_and_what_others_hold_is_waited_fo
             LearnerError, match=r"1 GPU and 1 CPU after learner\.start_timeout_s=1 s; free now: 0 GPUs and 1 CPU"
         ):
             reserve(["placement.mode=colocate", "sampler.backend=sglang"], "cuda", seconds=1)
+        started = time.monotonic()
+        with pytest.raises(LearnerError):
+            reserve(["placement.mode=colocate", "sampler.backend=sglang"], "cuda", seconds=600, is_cancelled=True)
+        assert time.monotonic() - started < 60, "an interrupt ends the wait"
         actor_locations(placement)
     finally:
         placement.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,3 +139,31 @@ def test_ranks_that_load_are_ended_and_not_waited_for(tmp_path: Path, monkeypatc
 
     asyncio.run(start())
     assert events == ["no thread waits", "closed"]
+
+
+def test_an_interrupt_ends_the_wait_for_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may use the GPUs of a cluster for as long as ``learner.start_timeout_s``."""
+    waiting, events = threading.Event(), []
+
+    def reserve(*arguments: Any) -> None:
+        waiting.set()
+        assert arguments[-1].wait(60), "cancelled"
+        events.append("ended")
+        raise LearnerError("Ray has not given them")
+
+    monkeypatch.setattr(run_cluster.ReservedPlacement, "reserve", reserve)
+    monkeypatch.setattr(run_cluster, "lay_out", lambda *_: SimpleNamespace(total={"CPU": 1}))
+    config = load_config(None, ["placement.mode=disaggregate", "sampler.backend=sglang", "learner.threads=1"])
+
+    async def start() -> None:
+        model = make_model(tmp_path / "model")
+        cluster = RunCluster(config, tmp_path, model, model)
+        opening = asyncio.create_task(cluster.open())
+        await asyncio.to_thread(waiting.wait)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await cluster.aclose()
+
+    asyncio.run(start())
+    assert events == ["ended"]
