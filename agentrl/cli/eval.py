@@ -13,6 +13,7 @@ from agentrl.api.evaluating import check_own_engine, checkpoint_layers
 from agentrl.api.settings import load_environment
 from agentrl.cli.options import add_config_arguments, command_line_layers, resolve_config
 from agentrl.config.schema import Config
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
 from agentrl.obs.console import make_console
 
@@ -73,7 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
             **metrics,
             "sets": report(results),
         }
-        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with write_atomically(arguments.json) as partial:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:
             console.print(f"written {path}", soft_wrap=True)

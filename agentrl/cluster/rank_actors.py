@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from agentrl.batch.provenance import check_provenance
 from agentrl.cluster.learner_actor import LearnerActor, RankLayout
 from agentrl.cluster.placement_group import ActorLocation, actor_location, order_by_gpu
 from agentrl.cluster.ray_runtime import LOOK_S, RayRuntime, check_ray, kill_actor, raylet_ended
-from agentrl.core.atomic_files import DISK_ERRORS
+from agentrl.core.atomic_files import DISK_ERRORS, append
 from agentrl.core.child_process import LOOPBACK
 from agentrl.core.errors import AgentrlError, LearnerError
 from agentrl.learner.base import RankGroup, RankOptions, RowScores
@@ -314,9 +315,9 @@ class RankActors(RankGroup):
         cause = error.cause if isinstance(error, RayTaskError) else error
         text = str(cause).strip().splitlines()
         summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as log:
-            log.write(f"rank {rank}, {phase}\n{error}\n")
+        with suppress(OSError):  # of a full disk, which may be the cause
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            append(self._log, f"rank {rank}, {phase}\n{error}\n".encode())
         done, late = ray.wait(waiting, num_returns=len(waiting), timeout=GRACE_S) if waiting else ([], [])
         # A rank may notice that another has died before Ray does.
         if isinstance(error, RayActorError) or late or any(_lost(ref) for ref in done):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,15 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCE
 """Faults of the disk that the user can mend: full, over its quota, read-only, a limit on the size of files, no permission, a
 device or a server of files that fails."""
 
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
 
 @contextmanager
 def names_file(path: Path) -> Iterator[None]:
     """Put ``path`` into an OSError of the body that names no file, such as that of a write to a full disk.
 
-    Torch's writers put a RuntimeError in its place, without its words; the OSError is raised again.
+    Torch's writers put a RuntimeError in its place, without its words, and safetensors an error with its number; an OSError is
+    raised in their place.
     """
     try:
         yield
@@ -31,10 +35,15 @@ def names_file(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
-    except RuntimeError as error:
-        if not isinstance(error.__context__, OSError):
+    except Exception as error:
+        cause = error.__context__
+        if match := _RUST_OS_ERROR.search(str(error)):
+            number: int | None = int(match[1])
+        else:
+            number = cause.errno if isinstance(error, RuntimeError) and isinstance(cause, OSError) else None
+        if number is None:
             raise
-        raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def partial_path(folder: Path) -> Path:

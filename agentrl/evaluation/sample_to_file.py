@@ -16,6 +16,7 @@ from agentrl.config.model import ModelConfig
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import hide_secrets
 from agentrl.config.yaml_text import dump_yaml
+from agentrl.core.atomic_files import write_atomically
 from agentrl.core.data_source import DataSource
 from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import task_source_name
@@ -151,7 +152,8 @@ def finish_samples(model: ModelConfig, file: RolloutFile, count: int) -> None:
     section: Mapping[str, object] = {"path": model.path, "trust_remote_code": model.trust_remote_code}
     if model.endpoint is not None:
         section = {"endpoint": {"url": hide_secrets(model.endpoint.url), "model": model.endpoint.model}}
-    sampled_with(path).write_text(dump_yaml({"model": section}), encoding="utf-8")
+    with write_atomically(sampled_with(path)) as partial:
+        partial.write_text(dump_yaml({"model": section}), encoding="utf-8")
 
 
 def _summary(config: Config, plan: SamplePlan, name: str, rollouts: Sequence[Rollout]) -> SetResult:

@@ -21,7 +21,7 @@ from torch.multiprocessing import reductions
 from torch.storage import TypedStorage
 from typing_extensions import override
 
-from agentrl.core.atomic_files import give_default_mode
+from agentrl.core.atomic_files import give_default_mode, names_file
 from agentrl.core.errors import EngineError, LearnerError
 from agentrl.distributed.base import TensorSpec, WeightGroup, tensor_spec
 from agentrl.distributed.broadcast_group import BroadcastGroup, host_towards, open_store
@@ -214,7 +214,8 @@ class RankBucket(WeightBucket):
     @override
     def save(self, file: Path) -> None:
         """Write the weights as safetensors."""
-        save_file(dict(self.tensors()), file, metadata={"format": "pt"})
+        with names_file(file):
+            save_file(dict(self.tensors()), file, metadata={"format": "pt"})
         give_default_mode(file)
 
     @override

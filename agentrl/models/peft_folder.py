@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config.learner import LoraConfig
-from agentrl.core.atomic_files import give_default_mode
+from agentrl.core.atomic_files import give_default_mode, names_file
 from agentrl.core.errors import ModelError
 from agentrl.core.reading import reading
 
@@ -45,7 +45,8 @@ def last_names(layers: Collection[str]) -> list[str]:
 def write_peft_config(folder: Path, config: LoraConfig, tensors: Collection[str]) -> None:
     """Write ``adapter_config.json`` of adapters with weights of these names."""
     contents = peft_config(config, last_names(layer_names(tensors)))
-    (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
+    with names_file(folder / CONFIG):
+        (folder / CONFIG).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
 
 
 def write_peft(folder: Path, config: LoraConfig, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -53,7 +54,8 @@ def write_peft(folder: Path, config: LoraConfig, tensors: Sequence[tuple[str, to
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), folder / ADAPTERS, metadata={"format": "pt"})
+    with names_file(folder / ADAPTERS):
+        save_file(dict(tensors), folder / ADAPTERS, metadata={"format": "pt"})
     give_default_mode(folder / ADAPTERS)
     write_peft_config(folder, config, [name for name, _ in tensors])
 

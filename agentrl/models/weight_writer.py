@@ -72,7 +72,8 @@ class WeightWriter:
                 "metadata": {"total_size": sum(_size(spec) for file in self._files.values() for spec in file)},
                 "weight_map": {name: location.file for name, location in sorted(self._locations.items())},
             }
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            with names_file(self._folder / INDEX):
+                (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def write(self, name: str, weight: torch.Tensor) -> None:
         """Write a whole weight, from the CPU."""

@@ -134,13 +134,14 @@ class Watchdog:
         self._print_report("\n".join([f"watchdog: {why}{full}", *blocked[: SHOWN_CALLS + 1], *_lines(waits, SHOWN)]))
         if self._log is None:
             return
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("a", encoding="utf-8") as log:
-            lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}", *blocked, *_lines(waits, len(waits))]
-            log.write(hide_secrets("\n".join(lines)) + "\n")
-            log.flush()
-            faulthandler.dump_traceback(log)
-            log.write("\n")
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}", *blocked, *_lines(waits, len(waits))]
+        with contextlib.suppress(OSError):  # of a full disk: the watch goes on
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            with self._log.open("a", encoding="utf-8") as log:
+                log.write(hide_secrets("\n".join(lines)) + "\n")
+                log.flush()
+                faulthandler.dump_traceback(log)
+                log.write("\n")
 
     def _blocked_loop(self) -> list[str]:
         """Return the stack of a blocked event loop, the innermost call first; empty if it is not blocked."""

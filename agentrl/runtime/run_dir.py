@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentrl.config.layers import CONFIG
 from agentrl.config.schema import Config
-from agentrl.core.atomic_files import names_file
+from agentrl.core.atomic_files import append_to
 from agentrl.core.errors import ConfigError
 from agentrl.learner.checkpoints import STATE, latest_checkpoint
 from agentrl.obs.journal import has_journal
@@ -79,10 +79,9 @@ def locked(folder: Path) -> Iterator[None]:
             raise ConfigError(
                 f"run.dir={folder} cannot be locked: {error.strerror or error}; set run.dir to a file system with locks"
             ) from None
-        with names_file(folder / LOCK):
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-            file.flush()
+        os.ftruncate(handle, 0)
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        append_to(handle, folder / LOCK, holder.encode())
         yield
 
 

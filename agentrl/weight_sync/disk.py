@@ -10,9 +10,11 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from agentrl.core.atomic_files import names_file
 from agentrl.distributed.flat_bucket import total_bytes
 from agentrl.inference.base import EngineControl
 from agentrl.learner.base import LearnerGroup, WeightBucket
+from agentrl.models.weight_files import INDEX
 from agentrl.weight_sync.base import SyncedWeights, Transport
 from agentrl.weight_sync.engines import UpdateCheck, call_all
 
@@ -77,7 +79,8 @@ async def write_weights(
         file_by_name |= {spec.name: file for spec in bucket.specs}
         size += total_bytes(*bucket.specs)
     index = {"metadata": {"total_size": size}, "weight_map": file_by_name}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with names_file(folder / INDEX):
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _create_empty(folder: Path) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from agentrl.core.atomic_files import append, write_atomically
+from agentrl.core.atomic_files import append, names_file, write_atomically
 from agentrl.obs.journal import JOURNAL, LOG, JournalLog, read_journal
 
 
@@ -36,6 +38,15 @@ def write_record(path: Path) -> None:
         log.write("trained", step=1)
     finally:
         log.close()
+
+
+def test_a_full_disk_under_safetensors_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    with full_disk_after(100), pytest.raises(OSError, match=r"File too large") as error, names_file(path):
+        save_file({"weight": np.zeros(1000)}, path)
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(path))
+    with pytest.raises(ValueError, match="of the caller"), names_file(path):
+        raise ValueError("of the caller")
 
 
 @pytest.mark.parametrize(("file", "write"), [("lines", append_line), (f"{JOURNAL}/{LOG}", write_record)])

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from deadlines import until
@@ -164,6 +165,16 @@ def test_it_reports_again_after_twice_as_long_and_when_the_run_continues(tmp_pat
     written = log.read_text()
     assert written.count("    tool search, since ") == 3
     assert written.count("in _watch") >= 3, "with the stacks of all threads"
+
+
+def test_it_goes_on_without_a_log_on_a_full_disk():
+    async def run(reports):
+        with waiting("tool", "search"):
+            await until(lambda: len(reports) > 1)
+
+    first, second, *_ = watch(0.1, run, Path("/dev/full"))
+    assert "tool search, since " in first
+    assert "tool search, since " in second
 
 
 def test_many_waits_are_counted():

@@ -13,6 +13,7 @@ import pytest
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError
 from agentrl.runtime.run_dir import SFT, check_new, folder_to_resume, locked, new_folder
+from tests.unit.core.test_atomic_files import full_disk_after
 
 
 def made(folder: Path, *, results: str | None = "metrics", checkpoint_ns: int | None = None) -> Path:
@@ -114,6 +115,12 @@ def test_a_folder_in_use_is_refused_and_free_again_after_a_kill(tmp_path: Path) 
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with locked(tmp_path / "run"):  # a child that outlives the run, such as an engine, does not hold it
         child.communicate(b"")
+
+
+def test_a_full_disk_is_named_with_the_lock(tmp_path: Path) -> None:
+    with full_disk_after(0), pytest.raises(OSError, match="too large") as raised, locked(tmp_path):
+        pass
+    assert raised.value.filename == str(tmp_path / "lock")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
