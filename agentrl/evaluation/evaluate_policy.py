@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from agentrl.config.engine_groups import saved_policy_sampler
 from agentrl.config.schema import Config
-from agentrl.core.errors import ConfigError, RunStopped
+from agentrl.core.errors import AgentrlError, ConfigError, RunStopped
 from agentrl.core.types import Rollout
 from agentrl.data.task_sources import NoTasks, TaskSources, open_tasks
 from agentrl.episode.runner import GroupRunner
@@ -106,15 +106,21 @@ async def evaluate_policy(
     saved = None if samples is None else await asyncio.to_thread(SavedSamples, samples, config, sets, resume=resume)
     file, played = (None, {}) if saved is None else (saved.file, saved.finished)
     finished = [rollout for rollouts in played.values() for rollout in rollouts]
-    with tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder, EpisodeProgress(console, episodes) as count:
+    with (
+        EpisodeProgress(console, episodes) as count,
+        Interrupt(count.print_text) as interrupt,
+        tempfile.TemporaryDirectory(prefix="agentrl-eval-") as folder,
+    ):
 
         def done(rollout: Rollout) -> None:
-            count.add()
-            finished.append(rollout)
             if file is not None:
                 file.write(rollout)
+            finished.append(rollout)
+            count.add()
 
-        async with open_policy(config, tasks, Path(folder)) as services:
+        async with AsyncExitStack() as exits:
+            async with interrupt.guard():
+                services = await exits.enter_async_context(open_policy(config, tasks, Path(folder)))
             count.begin()
             if played:
                 count.print_text(f"resuming: {len(played)} of {episodes} episodes are in {samples}")
@@ -122,19 +128,24 @@ async def evaluate_policy(
                 count.add()
             if isinstance(services, Services) and services.agents_line:
                 count.print_text(services.agents_line)
-            with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
+            with Watchdog(config.obs.stall_warning_s, count.print_text):
                 try:
                     async with interrupt.guard_episodes(services.check):
                         results, own_metrics = await _evaluate(config, sets, services.runner(), done, played)
                         metrics = own_metrics | await _further_metrics(services)
-                except RunStopped as stop:
-                    if finished:
+                except (AgentrlError, OSError) as error:
+                    is_stop = isinstance(error, RunStopped)
+                    if finished and is_stop:
                         title = f"{config.label}: {config.model.label}, {len(finished)} of {episodes} rollouts"
                         console.print(results_table(finished_results(sets, finished), title))
                     advice = "; with --rollouts FILE they are kept" if file is None else f"; they are in {file.lines}"
                     if samples is not None:
                         advice += ". The same command with --resume plays the others"
-                    raise RunStopped(f"{stop}. {len(finished)} of {episodes} rollouts were finished{advice}") from stop
+                    text = f"{len(finished)} of {episodes} rollouts were finished{advice}"
+                    if is_stop:
+                        raise RunStopped(f"{error}. {text}") from error
+                    count.print_text(text)
+                    raise
     if file is not None:
         file.finish()
     return results, metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -106,7 +107,11 @@ async def sample(config: Config, plan: SamplePlan, console: Console) -> list[Rol
     done: list[Rollout] = []
     total = plan.tasks * config.rollout.n_samples_per_prompt
     try:
-        with tempfile.TemporaryDirectory() as folder, EpisodeProgress(console, total, "sampling") as count:
+        with (
+            EpisodeProgress(console, total, "sampling") as count,
+            Interrupt(count.print_text) as interrupt,
+            tempfile.TemporaryDirectory() as folder,
+        ):
 
             def write(rollout: Rollout) -> None:
                 if file is not None:
@@ -114,12 +119,14 @@ async def sample(config: Config, plan: SamplePlan, console: Console) -> list[Rol
                 done.append(rollout)
                 count.add()
 
-            async with open_policy(config, tasks, Path(folder)) as services:
+            async with AsyncExitStack() as exits:
+                async with interrupt.guard():
+                    services = await exits.enter_async_context(open_policy(config, tasks, Path(folder)))
                 count.begin()
                 if isinstance(services, Services) and services.agents_line:
                     count.print_text(services.agents_line)
                 runner = services.runner()
-                with Interrupt(count.print_text) as interrupt, Watchdog(config.obs.stall_warning_s, count.print_text):
+                with Watchdog(config.obs.stall_warning_s, count.print_text):
                     for start, step_size in steps:
                         jobs = episodes.groups(range(start, start + step_size))
                         async with interrupt.guard_episodes(services.check):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import io
+import itertools
 import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,9 +22,11 @@ import pytest
 from agentrl.cli.main import main
 from agentrl.config.sft import SftConfig
 from agentrl.config.tasks import DataConfig
+from agentrl.core.types import Rollout
 from agentrl.data.chats import ChatConversion
 from agentrl.data.rows import open_table
-from agentrl.obs.rollouts import read_rollouts
+from agentrl.evaluation import evaluate_policy, sample_to_file
+from agentrl.obs.rollouts import RolloutFile, read_rollouts
 
 ENV = '''
 from agentrl import Env, Message, tool
@@ -120,6 +125,49 @@ def run(command: str, *words: str) -> tuple[int, str, str]:
 
 def evaluate(model: Model, *words: str) -> tuple[int, str, str]:
     return run("eval", "--url", model.url, "--model", "big", *words)
+
+
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+def test_an_interrupt_while_engines_start_ends_in_order(
+    command: str, model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+
+    @contextlib.asynccontextmanager
+    async def opening(*_: object) -> AsyncIterator[None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+            yield
+        finally:
+            ended.append(True)
+
+    for module in (evaluate_policy, sample_to_file):
+        monkeypatch.setattr(module, "open_policy", opening)
+    words = ("--tasks", "2", "--out", "out.jsonl") if command == "rollout" else ()
+    code, _, errors = run(command, "--url", model.url, "--model", "big", *words)
+    assert code == 1
+    assert "stopped: interrupted by SIGINT" in errors
+    assert ended
+    assert not (folder / "out.jsonl").exists()
+
+
+def test_a_full_disk_says_how_an_evaluation_is_resumed(
+    model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, count = RolloutFile.write, itertools.count(1)
+
+    def write_until_full(file: RolloutFile, rollout: Rollout) -> None:
+        if next(count) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.lines))
+        write(file, rollout)
+
+    monkeypatch.setattr(RolloutFile, "write", write_until_full)
+    code, output, errors = evaluate(model, "rollout.concurrency=1", "--rollouts", "out.jsonl")
+    assert code == 1
+    assert "error: out.jsonl: No space left on device" in errors
+    advice = "they are in out.jsonl. The same command with --resume plays the others"
+    assert f"2 of 6 rollouts were finished; {advice}" in output
 
 
 def test_an_evaluation_with_tools(model: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
