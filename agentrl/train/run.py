@@ -14,14 +14,14 @@ from rich.console import Console
 
 from agentrl.algo.estimate import RunEstimators
 from agentrl.batch.sample_conversion import load_convert
-from agentrl.config.layers import save_config
+from agentrl.config.layers import CONFIG, save_config
 from agentrl.config.recorded import recorded_keys
 from agentrl.config.schema import Config
 from agentrl.config.secret_values import redact
 from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.callback import Callback, RunHandle
 from agentrl.core.checksums import check_checksums
-from agentrl.core.errors import AgentrlError, CheckpointError, RunStopped, UserError
+from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
 from agentrl.evaluation.checkpoint_model import check_model
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
 from agentrl.obs.console import print_message
@@ -248,6 +248,7 @@ def _named_resume(
 
     Raises:
         RunStopped: in place of errors, if a signal has asked for the end.
+        ConfigError: the folder was removed.
     """
     try:
         yield
@@ -267,4 +268,6 @@ def _named_resume(
         if error.errno in DISK_ERRORS:
             again = resume_command(folder, replay)
             print_message(console, f"the run is in {folder}; mend this, then resume it with: {again}")
+        elif not (folder / CONFIG).exists():
+            raise ConfigError(f"run.dir={folder} was removed while the run wrote to it: {error}") from error
         raise

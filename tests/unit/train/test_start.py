@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from agentrl.config.load import load_config
-from agentrl.core.errors import AgentrlError, EngineError, RunStopped
+from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
+from agentrl.obs.console import make_console
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train import start
 from agentrl.train.rollout_source import RunInputs
-from agentrl.train.run import NEW
+from agentrl.train.run import NEW, _named_resume
 
 PARTS = ("warm start", "ray", "services", "learner")
 
@@ -210,3 +211,21 @@ def test_ctrl_c_ends_the_start_in_every_phase(blocked: str, monkeypatch: pytest.
     log = asyncio.run(run())
     assert f"{blocked} cancelled" in log
     assert log[-1] == "cluster closed"
+
+
+def test_a_second_ctrl_c_says_how_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        pytest.raises(asyncio.CancelledError),
+        _named_resume(tmp_path / "a run", None, None, Interrupt(print), make_console()),
+    ):
+        raise asyncio.CancelledError
+    assert f"resume it with: agentrl train --resume 'run.dir={tmp_path}/a run'" in capsys.readouterr().out
+
+
+def test_a_folder_that_is_removed_while_a_run_writes_to_it_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with (
+        pytest.raises(ConfigError, match=rf"run\.dir={folder} was removed while the run wrote to it: .*metrics\.jsonl"),
+        _named_resume(folder, None, None, Interrupt(print), make_console()),
+    ):
+        (folder / "metrics.jsonl").read_bytes()
