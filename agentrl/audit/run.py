@@ -55,7 +55,9 @@ def _lost(path: Path, prompts: Mapping[str, str]) -> Iterator[Fault]:
     has_several_tasks = len(set(prompts.values())) > 1
     trained = trained_rollouts(path)
     lost = sorted(
-        name for name in trained if name not in prompts and (has_several_tasks or name.rpartition("/")[0] in groups)
+        name
+        for name in trained
+        if name not in prompts and (not prompts or has_several_tasks or name.rpartition("/")[0] in groups)
     )
     if lost:
         yield Fault(f"it lacks {len(lost)} of the rollouts that were trained, such as {lost[0]!r}: lines were removed")

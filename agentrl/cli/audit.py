@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError
+from agentrl.core.errors import AuditError, MissingError, ModelError, UnknownNameError, UserError
 from agentrl.obs.console import make_console
 from agentrl.obs.viewer.run_files import open_run
 
@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     texts = _texts(arguments.tokenizer, files.config.get("model"))
     with console.status("reading rollouts"):
         report = audit_files(files.steps.values(), None if isinstance(texts, str) else texts)
+    if not report.rollouts and not report.violations:
+        raise UserError(f"{samples} has no rollouts")
     console.print(report_table(report, texts if isinstance(texts, str) else ""))
     for line in example_lines(report):
         console.print(line, soft_wrap=True)

@@ -8,9 +8,11 @@ from functools import partial
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from agentrl.config.load import parse_override
 from agentrl.config.merging import merge
+from agentrl.core.errors import UserError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import ENVS, env_class, make_any_env, make_env, names
 from agentrl.obs.console import make_console
@@ -35,7 +37,11 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.action == "list":
         table = Table("environment", "class", "about")
         for name in names(ENVS):
-            cls = env_class(name)
+            try:
+                cls = env_class(name)
+            except UserError as error:  # of one package; the others are of use
+                table.add_row(name, "", Text(str(error), style="red"))
+                continue
             about = (inspect.getdoc(cls) or "").split("\n")[0]
             table.add_row(name, f"{cls.__module__}.{cls.__qualname__}", about)
         console.print(table)

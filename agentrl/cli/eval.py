@@ -132,3 +132,5 @@ def _check_files(arguments: argparse.Namespace) -> None:
     for path in (arguments.json, samples):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} is a folder; name a file")

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     from agentrl.evaluation.checkpoint_model import exported_model
     from agentrl.models.export import check_free, export_model
 
-    source = Path(exported_model(arguments.source))
+    source = Path(exported_model(arguments.source, "agentrl export"))
     if not source.is_dir():
         raise ConfigError(f"{arguments.source} is no folder of a run or of a checkpoint")
     check_free(arguments.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 from agentrl.api.settings import hardware_layer
@@ -54,10 +55,12 @@ def gateway_config(arguments: argparse.Namespace) -> Config:
     from agentrl.models.load import read_max_positions
     from agentrl.models.resolve import resolve_model
 
-    path = checkpoint_model(arguments.model)
+    path = checkpoint_model(arguments.model, "--model")
     layers = [hardware_layer(), *command_line_layers(arguments)]
     positions = read_max_positions(resolve_model(path, "--model")) or ENGINE_CONTEXT
-    tokens = _context(merge_layers(layers), positions)
+    tokens = ENGINE_CONTEXT
+    with suppress(AttributeError, TypeError, ValueError):  # a value of another type, which load_layers refuses
+        tokens = _context(merge_layers(layers), positions)
     agent = {"host": arguments.host, "port": arguments.port, "reward": "session"}
     limits: Tree = {
         "rollout": {

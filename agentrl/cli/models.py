@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.core.errors import ConfigError
+from agentrl.core.errors import ConfigError, UserError
 from agentrl.core.extras import require
 from agentrl.core.registry import MODELS, model_folder, names
 from agentrl.models.resolve import PACKAGED, get_packaged
@@ -39,7 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     if arguments.action == "list":
         for name in names(MODELS):
-            console.print(f"{name}  {model_folder(name)}", soft_wrap=True)
+            try:
+                console.print(f"{name}  {model_folder(name)}", soft_wrap=True)
+            except UserError as error:  # of one package; the others are of use
+                console.print(str(error), style="red", markup=False, soft_wrap=True)
         return
     out = arguments.out or Path("models") / arguments.name
     if out.is_dir() and any(out.iterdir()):

@@ -15,7 +15,7 @@ from agentrl.config.merging import Tree, merge
 from agentrl.config.sandbox import SandboxConfig
 from agentrl.config.toolserver import ToolServerConfig
 from agentrl.core.child_process import LOOPBACK
-from agentrl.core.errors import MissingError, UserError
+from agentrl.core.errors import UserError
 from agentrl.core.imports import load_module
 from agentrl.core.registry import SANDBOXES, TOOLS, names
 
@@ -123,15 +123,15 @@ def _sandbox(arguments: argparse.Namespace) -> None:
 
 
 def _isolating_backends(console: Console) -> list[str]:
-    """Return the registered backends that isolate; print which ones are not installed."""
+    """Return the registered backends that isolate; print which ones cannot be imported."""
     from agentrl.sandbox.registry import backend_class
 
     isolating = []
     for name in names(SANDBOXES):
         try:
             isolating += [name] if backend_class(name).isolated else []
-        except MissingError as error:
-            console.print(str(error), soft_wrap=True)
+        except UserError as error:  # of one package; the others are of use
+            console.print(str(error), markup=False, soft_wrap=True)
     return isolating
 
 

@@ -33,13 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Search, print a table of the trials, and write the settings that were kept."""
-    if arguments.steps < 2 or arguments.minutes <= 0:
+    if arguments.steps < 2 or not arguments.minutes > 0:
         raise ConfigError(
             f"--steps {arguments.steps} --minutes {arguments.minutes:g}: set at least 2 steps, and some minutes"
         )
     out: Path = arguments.out
     if out.exists():
         raise ConfigError(f"--out {out}: the file exists; set another one, or remove it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     layers = config_layers(arguments)
     config = load_environment(layers)
     from agentrl.train.preflight import check_run
@@ -86,6 +88,8 @@ def _search(arguments: argparse.Namespace, config: Config, layers: list[Layer], 
         try:
             search.run([*knobs(resolve({}), machine)])
         except KeyboardInterrupt:
+            if not search.trials:
+                raise
             note("interrupted: what was found so far is written")
         finally:
             if search.trials:

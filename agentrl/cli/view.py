@@ -116,7 +116,7 @@ def _terminal(files: RunFiles, filters: Filters, arguments: argparse.Namespace, 
         console.print(words, style="dim")
     entries = list(newest_rollouts(files, filters, arguments.limit or LIMIT))
     if not entries:
-        raise UserError(f"no rollout of {files.folder} fits {' '.join(filters.words())}")
+        raise files.no_rollouts(filters)
     decode = load_decode(files)
     if isinstance(decode, str) and any(entry.rollout.rows for entry in entries):
         print_error(console, "The text of tokens is not known", decode, "yellow")

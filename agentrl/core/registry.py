@@ -28,7 +28,7 @@ from agentrl.core.imports import importing, is_loaded_file, is_reference, load_o
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.task import TaskSet
 from agentrl.core.tool import Tool, ToolService
-from agentrl.core.user_code import calling, is_library
+from agentrl.core.user_code import calling, describe, is_library
 
 E = TypeVar("E", bound=type[EnvBase])
 P = TypeVar("P")
@@ -212,20 +212,39 @@ def _registered_object(group: str, name: str, kind: str, key: str) -> Any:
             raise UnknownNameError(f"{error} The installation is older than the code: install agentrl again.")
         raise error
     setting = key if key.endswith(f".{name}") else f"{key}={name}"
+    if packages := _shared_names(group).get(name):
+        raise ConfigError(f"{setting}: {packages} register this name in {group}; uninstall all but one of them")
+    call = f"{setting}: importing {point.value}"
     try:
-        with importing(f"{setting}: importing {point.value}"):
+        with importing(call):
             return point.load()
     except ModuleNotFoundError as error:
         missing_error = missing_extra_error(error, setting)
         if missing_error is None:
-            raise
+            raise ConfigError(f"{call} of {_package(point)} fails: {describe(error)}") from error
         raise missing_error from None
+
+
+def _package(point: EntryPoint) -> str:
+    """Return the name of the package that has an entry point, and its version."""
+    return "a package" if point.dist is None else f"{point.dist.name} {point.dist.version}"
 
 
 @cache
 def _entry_points(group: str) -> dict[str, EntryPoint]:
     """Cached, as an environment is made every episode."""
     return {point.name: point for point in _all_entry_points().select(group=group)}
+
+
+@cache
+def _shared_names(group: str) -> dict[str, str]:
+    """Return the packages of each name that several register for different objects."""
+    points: dict[str, dict[str, EntryPoint]] = {}
+    for point in _all_entry_points().select(group=group):
+        points.setdefault(point.name, {})[point.value] = point
+    return {
+        name: " and ".join(map(_package, by_value.values())) for name, by_value in points.items() if len(by_value) > 1
+    }
 
 
 _all_entry_points = cache(entry_points)
@@ -393,11 +412,18 @@ def make_tasks(name: str, options: Mapping[str, Any] | None = None) -> TaskSet:
 
 
 def model_folder(name: str) -> Path | None:
-    """Return the folder of a shipped model, or None where no model is registered under ``name``."""
+    """Return the folder of a shipped model, or None where no model is registered under ``name``.
+
+    Raises:
+        ConfigError: what is registered cannot be imported, or is no path.
+    """
     try:
-        return Path(_registered_object(MODELS, name, "model", "model.path"))
+        folder = _registered_object(MODELS, name, "model", "model.path")
     except UnknownNameError:
         return None
+    if not isinstance(folder, str | os.PathLike):
+        raise ConfigError(f"model.path={name} is registered as {folder!r:.100}, and no path of a folder")
+    return Path(folder)
 
 
 def reward_function(name: str) -> Callable[..., Any]:

@@ -233,6 +233,8 @@ def evaluation_drop(run: RunRecord) -> Iterator[Finding]:
         if "=" in name or not (name.endswith("/reward") or name.removeprefix("eval/") in goals):
             continue
         rows = [row for row in run.evaluations if not isnan(row.get(name, nan))]
+        if not rows:
+            continue
         best, last = max(rows, key=lambda row: row[name]), rows[-1]
         drop = best[name] - last[name]
         intervals = [row[f"{name}/ci95"] for row in (best, last) if f"{name}/ci95" in row]

@@ -13,14 +13,16 @@ from agentrl.models.sharded_weights import POLICIES, WEIGHTS, is_sharded
 from agentrl.models.weight_writer import DRAFTS
 
 
-def checkpoint_model(name: str) -> str:
+def checkpoint_model(name: str, option: str = "--checkpoint") -> str:
     """Return the model folder of a run, a checkpoint or a model folder, with weights that engines load.
+
+    A message names ``option``, which gave the name.
 
     Raises:
         ConfigError: the folder holds none of them, or the checkpoint was written without a Hugging Face folder of its weights.
         CheckpointError: see `check_model`.
     """
-    path = exported_model(name)
+    path = exported_model(name, option)
     _check_loadable(Path(path))
     return path
 
@@ -34,7 +36,7 @@ def _check_loadable(model: Path) -> None:
         )
 
 
-def exported_model(name: str) -> str:
+def exported_model(name: str, option: str) -> str:
     """Return the model folder of a run, a checkpoint or a model folder; that of a checkpoint may have no weights.
 
     Raises:
@@ -51,7 +53,7 @@ def exported_model(name: str) -> str:
     else:
         checkpoint = latest_checkpoint(folder / "checkpoints")
         if checkpoint is None:
-            raise ConfigError(f"--checkpoint {name}: neither a model, a checkpoint, nor a run with a whole checkpoint")
+            raise ConfigError(f"{option} {name}: neither a model, a checkpoint, nor a run with a whole checkpoint")
         model = checkpoint / "model"
     _check_files(model)
     return str(model)

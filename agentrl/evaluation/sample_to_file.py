@@ -82,12 +82,14 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
 
 def _check_number(plan: SamplePlan, splits: Mapping[str, Split], order: DataSource) -> None:
     """Check that there are as many tasks as are taken, of each source of a mixed run."""
+    if plan.tasks < 1:
+        raise ConfigError(f"--tasks {plan.tasks}: at least 1 is needed")
     taken = Counter({"": plan.tasks})
     if isinstance(order, MixedOrder):
         taken = Counter(order.source_at(position)[0] for position in range(plan.tasks))
     for name, tasks in splits.items():
         size = split_size(tasks)
-        if plan.tasks < 1 or (size is not None and taken[name] > size):
+        if size is not None and taken[name] > size:
             of = f" takes {taken[name]} of the source {name}: its split" if name else f": --split {plan.split}"
             raise ConfigError(f"--tasks {plan.tasks}{of} has {size} tasks")
 

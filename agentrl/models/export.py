@@ -34,13 +34,15 @@ def copy_other_files(source: Path, out: Path, without: str = "") -> None:
 
 
 def check_free(out: Path, key: str = "") -> None:
-    """Refuse a folder that holds files; ``key`` is what it was given as.
+    """Refuse a folder that holds files or cannot be made; ``key`` is what it was given as.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it does, or it or a folder above it is a file.
     """
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"{key}{out} holds files; name a new folder")
+    if file := next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None):
+        raise ConfigError(f"{key}{out}: {file} is a file; name a new folder")
 
 
 class _Adapters:

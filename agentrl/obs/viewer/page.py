@@ -58,15 +58,22 @@ class Page:
 
 def describe_run(run: RunFiles) -> dict[str, str]:
     """Return facts about a run for the page's header, by name."""
-    config = run.config
-    options = {
-        "environment": (config.get("env") or {}).get("name"),
-        "tasks": (config.get("tasks") or {}).get("name"),
-        "model": (config.get("model") or {}).get("path"),
-        "algorithm": ((config.get("algo") or {}).get("advantage") or {}).get("name"),
-        "seed": (config.get("run") or {}).get("seed"),
+    keys = {
+        "environment": "env.name",
+        "tasks": "tasks.name",
+        "model": "model.path",
+        "algorithm": "algo.advantage.name",
+        "seed": "run.seed",
     }
+    options = {name: _value(run.config, key) for name, key in keys.items()}
     return {name: str(value) for name, value in options.items() if value is not None}
+
+
+def _value(config: object, key: str) -> object:
+    """Return the value of a key; None if there is none, also because a file that is no run's has a value for a section."""
+    for name in key.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
 
 
 def build_page(

@@ -102,6 +102,13 @@ class RunFiles:
             )
         return steps
 
+    def no_rollouts(self, filters: Filters) -> UserError:
+        """Return the error of a run without rollouts that pass the filters."""
+        words = filters.words()
+        return UserError(
+            f"no rollout of {self.folder} fits {' '.join(words)}" if words else f"{self.folder} has no rollouts"
+        )
+
     def read(self, step: int, filters: Filters) -> list[Entry]:
         """Return the rollouts of a step that pass the filters, in the order of its file."""
         advantages = read_advantages(self.rollouts, step)
@@ -122,6 +129,8 @@ def open_run(folder: Path) -> RunFiles:
     config = _nearest_config(folder.absolute())
     if folder.is_file() and folder.suffix in SUFFIXES.values():
         return RunFiles(folder, folder.parent, {0: folder}, config)
+    if folder.is_file():
+        raise UserError(f"{folder}: no file of rollouts, whose name ends in {' or '.join(SUFFIXES.values())}")
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, such as runs/NAME-DATE")
     steps = rollout_files(folder)
@@ -201,7 +210,7 @@ def select(run: RunFiles, filters: Filters, most: int) -> Selection:
             sizes[key] = sizes.get(key, 0) + 1
     matching = sum(sizes.values()) if filters.by_content else matching_rollouts
     if not sizes:
-        raise UserError(f"no rollout of {run.folder} fits {' '.join(filters.words())}")
+        raise run.no_rollouts(filters)
     if not most or matching <= most:
         return Selection(None, steps, total, tuple(notes))
     groups = evenly(sizes, most)

@@ -182,7 +182,7 @@ def test_lines_removed_from_the_end_of_a_trained_step_are_caught(tmp_path: Path,
     path = tmp_path / "step_000001.jsonl"
     assert audit_files([path]).violations == []
     lines = path.read_bytes().splitlines(keepends=True)
-    for line_count in range(1, len(lines)):
+    for line_count in range(len(lines)):
         path.write_bytes(b"".join(lines[:line_count]))
         whole_task = line_count == 3  # as obs.rollouts=first leaves it
         assert any("lacks" in str(violation) for violation in audit_files([path]).violations) != whole_task, line_count

@@ -52,16 +52,33 @@ def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture
         (("train", "batch.global_batch_size=100"), "batch.global_batch_size=96"),
         (("train", "--replay", "none.jsonl"), "none.jsonl"),
         (("rollout", "--out", "samples.txt"), ".parquet"),
-        (("rollout", "--out", "samples.jsonl", "--tasks", "0"), "--tasks"),
+        (("rollout", "--out", "samples.jsonl", "--tasks", "0"), "--tasks 0: at least 1"),
         (("env", "check", "nope"), "search_r1"),
         (("env", "check", "search_r1", "topkk=2"), "topk"),
         (("env", "check", "search_r1", "topk"), "key=value"),
         (("eval", "--checkpoint", "."), "--checkpoint"),
+        (("eval", "--json", "."), ". is a folder"),
+        (("export", ".", "out"), "agentrl export .: neither a model"),
+        (("gateway", "--model", "."), "--model .: neither a model"),
+        (("gateway", "--model", "multihop-warm", "sampler=large"), "sampler='large'"),
+        (("gateway", "--model", "multihop-warm", "sampler.embedded.context=large"), "sampler.embedded.context='large'"),
+        (("tune", "--env", "search_r1", "--minutes", "nan"), "--minutes nan"),
+        (("tune", "--env", "search_r1", "--out", "none/tuned.yaml"), "there is no folder none"),
+        (("audit", "empty.jsonl"), "empty.jsonl has no rollouts"),
+        (("view", "empty.jsonl"), "empty.jsonl has no rollouts"),
+        (("view", "notes.txt"), "no file of rollouts"),
     ],
 )
 def test_mistakes_exit_with_two_and_name_the_key(
-    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty.jsonl", "notes.txt"):
+        Path(name).touch()
     status, _, err = run(capsys, *words)
     assert status == 2
     assert message in err

@@ -1,17 +1,18 @@
 """From file.py:name and module:name to the object, and what is said where there is none."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from agentrl.cli.main import main
 from agentrl.config.load import validate
 from agentrl.config.recorded import recorded_keys
 from agentrl.core import registry
 from agentrl.core.errors import ConfigError
 from agentrl.core.imports import imported_files, load_object
-from agentrl.core.registry import ENVS, plugin_code
+from agentrl.core.registry import ENVS, MODELS, plugin_code
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_the_code_of_a_plugin_is_its_version_or_its_sources(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: coins\nVersion: 2.5\n")
     (info / "entry_points.txt").write_text(f"[{ENVS}]\ncoins = coins_package.env:Coins\n")
     monkeypatch.syspath_prepend(root)
-    caches = (registry._entry_points, registry._all_entry_points)
+    caches = (registry._entry_points, registry._shared_names, registry._all_entry_points)
     for cached_function in caches:
         cached_function.cache_clear()
     try:
@@ -141,3 +142,44 @@ def test_the_code_of_a_plugin_is_its_version_or_its_sources(
     assert [key for key in keys if key.startswith("code of coins_package")] == [
         f"code of coins_package/{name}" for name in expected
     ]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Installs a package with entry points, given its name and the text of their file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    caches = (registry._entry_points, registry._shared_names, registry._all_entry_points)
+
+    def install(name: str, points: str) -> None:
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(points)
+        for cached_function in caches:
+            cached_function.cache_clear()
+
+    yield install
+    for cached_function in caches:
+        cached_function.cache_clear()
+
+
+def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_are_listed(
+    plugin: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin("coins", f"[{ENVS}]\ncoins = no_such_package:Coins\n[{MODELS}]\nsmall = no_such_package:F\none = math:pi\n")
+    with pytest.raises(
+        ConfigError, match=r"env.name=coins: importing no_such_package:Coins of coins 1.0 fails: .*no_such"
+    ):
+        registry.env_class("coins")
+    with pytest.raises(ConfigError, match=r"model.path=one is registered as 3.14.*, and no path"):
+        registry.model_folder("one")
+    for words in (("env", "list"), ("models", "list")):
+        assert main(words) == 0
+        assert "no_such_package" in (out := capsys.readouterr().out)
+        assert {"env": "search_r1", "models": "multihop-warm"}[words[0]] in out
+
+
+def test_a_name_that_two_packages_register_is_refused(plugin: Callable[[str, str], None]) -> None:
+    plugin("coins", f"[{ENVS}]\nsearch_r1 = math:pi\n")
+    with pytest.raises(ConfigError, match=r"env.name=search_r1: .*coins 1.0.* register this name in agentrl.envs"):
+        registry.env_class("search_r1")

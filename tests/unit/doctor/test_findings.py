@@ -333,6 +333,7 @@ def evaluations(run, **values):
         ({"eval__reward": [0.5, 0.8, 0.5], "eval__reward/ci95": [0.2] * 3}, False),
         ({"eval__turns": [5.0, 5.0, 1.0], "eval__reward/hops=2": [0.9, 0.9, 0.1]}, False),
         ({"eval__reward": [0.5, 0.8, None]}, False),
+        ({"eval__reward": [None, None]}, False),
         ({"eval__reward": [0.9]}, False),
     ],
 )

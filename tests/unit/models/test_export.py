@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from agentrl.cli.main import main
 from agentrl.core.errors import ConfigError
 from agentrl.distributed.base import tensor_spec
-from agentrl.models.export import export_model
+from agentrl.models.export import check_free, export_model
 from agentrl.models.load import load_model
 from agentrl.models.weight_files import WeightFiles
 from agentrl.models.weight_writer import WeightWriter
@@ -43,6 +43,11 @@ def test_a_folder_with_files_or_without_weights_is_refused(tmp_path: Path, capsy
     (model / "model.safetensors").unlink()
     assert main(["export", str(model), str(tmp_path / "out")]) == 2
     assert "holds no safetensors files" in capsys.readouterr().err
+    file = tmp_path / "notes.txt"
+    file.touch()
+    for out in (file, file / "model"):
+        with pytest.raises(ConfigError, match=r"notes\.txt is a file"):
+            check_free(out)
 
 
 def test_parts_of_any_shape_and_dtype_are_written_in_any_order(tmp_path: Path) -> None:
