@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
             **metrics,
             "sets": report(results),
         }
-        with write_atomically(arguments.json) as partial:
+        with write_atomically(arguments.json.resolve()) as partial:
             partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     for path in (arguments.json, arguments.rollouts):
         if path is not None:
@@ -124,6 +124,8 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
+    from agentrl.evaluation.saved_samples import keys_path
+
     samples: Path | None = arguments.rollouts
     if arguments.resume and samples is None:
         raise ConfigError("--resume without --rollouts FILE: the file has the episodes that were finished")
@@ -132,5 +134,9 @@ def _check_files(arguments: argparse.Namespace) -> None:
     for path in (arguments.json, samples):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.parent}")
-        if path is not None and path.is_dir():
-            raise ConfigError(f"{path} is a folder; name a file")
+        if path is not None and path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is a folder or a device; name a file")
+    if samples is not None and not keys_path(samples).exists():
+        for path in (samples, samples.with_suffix(".jsonl")):  # the lines that a parquet file is made of
+            if path.exists() and path.stat().st_size:
+                raise ConfigError(f"--rollouts {samples}: {path} exists and is of no evaluation; name another file")

@@ -85,7 +85,10 @@ def run(arguments: argparse.Namespace) -> None:
     )
     text = render(template, job)
     file = arguments.out or Path(f"{name}{launcher.suffix}")
-    file.write_text(text, encoding="utf-8")
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {file} cannot be written: {error.strerror}") from error
     gpu_text = f"{gpus} GPU{'s' if gpus != 1 else ''} each" if nodes > 1 else f"{gpus} GPU{'s' if gpus != 1 else ''}"
     print_message(console, f"wrote {file}: {nodes} machine{'s' if nodes > 1 else ''}, {gpu_text}, run.dir={run_dir}")
     if arguments.dry_run:

@@ -73,6 +73,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; 0 done, 2 the user's mistake, 1 anything else."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # the command was started with it closed
+            setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     errors = make_console(stderr=True)

@@ -15,6 +15,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.kernel_cache import share_kernels
 from agentrl.core.openmp import limit_spinning
 from agentrl.obs.console import make_console, print_message
+from agentrl.obs.journal import has_journal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,4 +68,6 @@ def _layers(arguments: argparse.Namespace) -> tuple[list[Layer], Path | None]:
     folder = Path(str(sections["run"]["dir"])).expanduser()
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"--resume: run.dir={folder} is no run, because it has no {CONFIG}")
+    if has_journal(folder) or (folder / "checkpoints").exists():
+        raise ConfigError(f"--resume: run.dir={folder} is a run of agentrl train: agentrl train --resume continues it")
     return [*saved_layers(folder), *settings], folder

@@ -34,7 +34,7 @@ def serve_dashboard(root: Path, host: str = HOST, port: int = PORT) -> None:
         ConfigError: the address needs a token, or this machine does not have it.
     """
     runs, token = Runs(root), view_token(host)
-    with listen(host, port) as listener:
+    with listen(host, port, "--port, --host; port 0 is a free one") as listener:
         make_console().print(
             f"{root} is shown on {_address(listener)}; Ctrl-C ends it", highlight=False, soft_wrap=True
         )

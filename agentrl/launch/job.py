@@ -95,8 +95,11 @@ def machine_counts(config: Config, nodes: int | None, gpus: int | None) -> tuple
         gpus: GPUs of a machine; None: up to `MACHINE_GPUS`, as many as the run uses.
 
     Raises:
-        ConfigError: the run needs more, or more machines than it can use.
+        ConfigError: the run needs more, or more machines than it can use, or there would be none.
     """
+    for option, count, least in (("--nodes", nodes, 1), ("--gpus", gpus, 0)):
+        if count is not None and count < least:
+            raise ConfigError(f"{option} {count}: at least {least} is needed")
     total, separate = run_gpus(config), config.placement.mode == "separate"
     if gpus is None:
         gpus = min(MACHINE_GPUS, -(-total // nodes) if nodes else total)

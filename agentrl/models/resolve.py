@@ -35,6 +35,8 @@ def resolve_model(path: str, key: str = "model.path", *, fetch: bool = True) -> 
     folder = Path(path).expanduser()
     if folder.is_dir():
         return _require_config(folder.resolve(), path, key)
+    if folder.is_file():
+        raise ModelError(f"{key}={path}: it is a file; set {key} to the Hugging Face folder of the model")
     registered = model_folder(path)
     if registered is not None:
         return _require_config(registered, path, key)

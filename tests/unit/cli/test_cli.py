@@ -58,12 +58,16 @@ def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture
         (("env", "check", "search_r1", "topk"), "key=value"),
         (("eval", "--checkpoint", "."), "--checkpoint"),
         (("eval", "--json", "."), ". is a folder"),
+        (("eval", "--json", os.devnull), f"{os.devnull} is a folder or a device"),
         (("export", ".", "out"), "agentrl export .: neither a model"),
         (("gateway", "--model", "."), "--model .: neither a model"),
         (("gateway", "--model", "multihop-warm", "sampler=large"), "sampler='large'"),
         (("gateway", "--model", "multihop-warm", "sampler.embedded.context=large"), "sampler.embedded.context='large'"),
         (("tune", "--env", "search_r1", "--minutes", "nan"), "--minutes nan"),
         (("tune", "--env", "search_r1", "--out", "none/tuned.yaml"), "there is no folder none"),
+        (("launch", "slurm", "--env", "search_r1", "--dry-run", "--out", "."), "--out . cannot be written"),
+        (("sft", "--resume", "run.dir=run"), "run is a run of agentrl train"),
+        (("view", "--serve", "run", "--port", "99999"), "(--port, --host;"),
         (("audit", "empty.jsonl"), "empty.jsonl has no rollouts"),
         (("view", "empty.jsonl"), "empty.jsonl has no rollouts"),
         (("view", "notes.txt"), "no file of rollouts"),
@@ -79,6 +83,8 @@ def test_mistakes_exit_with_two_and_name_the_key(
     monkeypatch.chdir(tmp_path)
     for name in ("empty.jsonl", "notes.txt"):
         Path(name).touch()
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("run/config.yaml").touch()
     status, _, err = run(capsys, *words)
     assert status == 2
     assert message in err

@@ -67,6 +67,8 @@ def test_a_model_folder_is_no_run(run_folder: Path, tmp_path: Path) -> None:
         (("--checkpoint", "RUN", "sampler.url=http://localhost:1"), "sampler.url=http://localhost:1 with --checkpoint"),
         (("--json", "no/such/folder/x.json"), "no/such/folder"),
         (("--rollouts", "samples.txt"), ".parquet"),
+        (("--rollouts", "step_000001.jsonl"), "step_000001.jsonl exists and is of no evaluation"),
+        (("--rollouts", "step_000001.parquet"), "step_000001.jsonl exists and is of no evaluation"),
         (("eval.sets.a={split: train, path: x.jsonl}",), "eval.sets.a"),
         (("eval.sets.a.path=none.jsonl",), "none.jsonl"),
         (("eval.sets.a.split=evla",), "validation"),
@@ -83,6 +85,8 @@ def test_mistakes_exit_with_two_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(run_folder.parent)
     Path("samples.jsonl").write_text("of an earlier evaluation")
+    Path("samples.eval.json").touch()
+    Path("step_000001.jsonl").write_text("of a run")
     words = tuple(str(run_folder) if word == "RUN" else word for word in words)
     if "--rollouts" not in words:
         words += ("--rollouts", "samples.jsonl")

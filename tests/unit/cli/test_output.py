@@ -57,3 +57,11 @@ def test_a_reader_that_closes_the_pipe_ends_the_command_quietly() -> None:
     ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write_end)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_command_without_standard_output_does_its_work(tmp_path: Path) -> None:
+    """As of a service that closes it."""
+    command = f"{sys.executable} -m agentrl.cli.main init coins >&-"
+    ended = subprocess.run(command, shell=True, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "coins" / "config.yaml").is_file()

@@ -15,6 +15,7 @@ import yaml
 
 from agentrl.cli.main import main
 from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 from agentrl.launch.job import machine_counts
 
 SBATCH = {
@@ -252,3 +253,9 @@ def test_machines_are_counted_by_the_placement(
     values: dict, nodes: int | None, gpus: int | None, counts: tuple
 ) -> None:
     assert machine_counts(Config.model_validate(values), nodes, gpus) == counts
+
+
+@pytest.mark.parametrize(("option", "counts"), [("--nodes 0", (0, None)), ("--gpus -1", (None, -1))])
+def test_a_job_has_machines(option: str, counts: tuple) -> None:
+    with pytest.raises(ConfigError, match=f"{option}: at least"):
+        machine_counts(Config(), *counts)

@@ -29,6 +29,12 @@ def test_a_folder_without_a_model_names_the_key(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match=r"model\.path=.*model\.gguf: it is a file"):
+        resolve_model(str(tmp_path / "model.gguf"), fetch=False)
+
+
 def test_a_missing_folder_names_the_key() -> None:
     with pytest.raises(ModelError, match=r"model\.path=/no/such/folder: there is no such folder.*multihop-warm"):
         resolve_model("/no/such/folder")

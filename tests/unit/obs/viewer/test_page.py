@@ -135,7 +135,13 @@ def test_curves_of_long_runs_are_thinned_but_for_evaluations():
 
 
 def test_run_is_described_from_its_configuration(tmp_path):
-    config = {"env": {"name": "search_r1"}, "run": {"seed": 0}, "model": {"path": "tiny"}, "algo": None, "tasks": "mine"}
+    config = {
+        "env": {"name": "search_r1"},
+        "run": {"seed": 0},
+        "model": {"path": "tiny"},
+        "algo": None,
+        "tasks": "mine",
+    }
     assert describe_run(RunFiles(tmp_path, tmp_path, {}, config)) == {
         "environment": "search_r1",
         "model": "tiny",
