@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,24 +94,28 @@ class _SftTraining:
             state = read_state(checkpoint)
             self.step, self.spent_s, self._saved = state["step"], state["spent_s"], state["step"]
         step_batches = batches(config, self.data.data, self.step)  # made while the learner starts
-        learner = _start_learner(config, self.data.model, folder)
-        try:
-            if checkpoint is not None:
-                learner.load(checkpoint)
-            checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1, resumed_from=checkpoint)
-            resume_after = self.step if checkpoint else None
-            boards = open_tensorboard(folder, config.obs.tensorboard, self.note, resume_after=resume_after)
-            with MetricsLog(folder, trackers=boards, resume_after=resume_after) as metrics:
-                interrupted = self._train(step_batches, learner, metrics, checkpoints)
-            saved = self._save(learner, checkpoints)
-            checkpoints.finish()
-        finally:
-            learner.close()
-            self.data.data.close()
-        own = folder / "model"
-        out = own if interrupted or config.sft.out is None else config.sft.out
-        shutil.rmtree(own, ignore_errors=True)  # of the run before it was resumed
-        export_model(saved / "model", out, config.sft.dtype)
+        with ExitStack() as exits:
+            learner = _start_learner(config, self.data.model, folder)
+            try:
+                if checkpoint is not None:
+                    learner.load(checkpoint)
+                checkpoints = Checkpoints(folder / CHECKPOINTS, keep=1, resumed_from=checkpoint)
+                resume_after = self.step if checkpoint else None
+                requested = exits.enter_context(_interrupts())  # until the policy is written
+                boards = open_tensorboard(folder, config.obs.tensorboard, self.note, resume_after=resume_after)
+                with MetricsLog(folder, trackers=boards, resume_after=resume_after) as metrics:
+                    interrupted = self._train(step_batches, learner, metrics, checkpoints, requested)
+                if interrupted:
+                    self.note(f"stopping after step {self.step}. Ctrl-C again stops at once, without saving.")
+                saved = self._save(learner, checkpoints)
+                checkpoints.finish()
+            finally:
+                learner.close()
+                self.data.data.close()
+            own = folder / "model"
+            out = own if interrupted or config.sft.out is None else config.sft.out
+            shutil.rmtree(own, ignore_errors=True)  # of the run before it was resumed
+            export_model(saved / "model", out, config.sft.dtype)
         self.note(f"policy {out}")
         if interrupted:
             raise RunStopped(
@@ -129,31 +133,35 @@ class _SftTraining:
         return checkpoints.save(self.step, learner, state)
 
     def _train(
-        self, step_batches: Iterator[GlobalBatch], learner: LearnerGroup, metrics: MetricsLog, checkpoints: Checkpoints
+        self,
+        step_batches: Iterator[GlobalBatch],
+        learner: LearnerGroup,
+        metrics: MetricsLog,
+        checkpoints: Checkpoints,
+        requested: threading.Event,
     ) -> bool:
-        """Run the steps; return whether a signal ended them."""
+        """Run the steps; return whether a signal, which sets ``requested``, ended them."""
         config = self.data.config
         sft, start = config.sft, time.perf_counter() - self.spent_s
-        with _interrupts() as interrupted:
-            for batch in step_batches:
-                begin = time.perf_counter()
-                progress = max(self.step / self.steps, (begin - start) / 60 / (sft.minutes or math.inf))
-                if progress >= 1 or interrupted.is_set():
-                    break
-                scale = lr_scale(config.learner.optimizer, progress, self.steps, "linear")
-                step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
-                self.step += 1
-                self.spent_s = time.perf_counter() - start
-                step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": self.spent_s}
-                is_last = self.step == self.steps
-                if self.data.evaluation and (is_last or (sft.eval_every and self.step % sft.eval_every == 0)):
-                    step_metrics |= evaluate(config, self.data.evaluation, learner)
-                metrics.write(self.step, step_metrics)
-                if self.step % SHOWN_EVERY == 0 or is_last or "eval/loss" in step_metrics:
-                    self.note(_line(self.steps, self.step, self.spent_s, step_metrics))
-                if sft.save_every and self.step % sft.save_every == 0 and not is_last:
-                    self._save(learner, checkpoints)
-        return interrupted.is_set()
+        for batch in step_batches:
+            begin = time.perf_counter()
+            progress = max(self.step / self.steps, (begin - start) / 60 / (sft.minutes or math.inf))
+            if progress >= 1 or requested.is_set():
+                break
+            scale = lr_scale(config.learner.optimizer, progress, self.steps, "linear")
+            step_metrics = {**batch.metrics, **learner.train_step(replace(batch, lr_scale=scale))}
+            self.step += 1
+            self.spent_s = time.perf_counter() - start
+            step_metrics |= {"time/step_s": time.perf_counter() - begin, "time/spent_s": self.spent_s}
+            is_last = self.step == self.steps
+            if self.data.evaluation and (is_last or (sft.eval_every and self.step % sft.eval_every == 0)):
+                step_metrics |= evaluate(config, self.data.evaluation, learner)
+            metrics.write(self.step, step_metrics)
+            if self.step % SHOWN_EVERY == 0 or is_last or "eval/loss" in step_metrics:
+                self.note(_line(self.steps, self.step, self.spent_s, step_metrics))
+            if sft.save_every and self.step % sft.save_every == 0 and not is_last:
+                self._save(learner, checkpoints)
+        return requested.is_set()
 
 
 def evaluate(config: Config, data: EpochData, learner: LearnerGroup) -> dict[str, float]:

@@ -21,6 +21,7 @@ from agentrl.core.errors import ConfigError, EnvironmentFailure, LearnerError, R
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.types import Fork, ForkReason, Message, Provenance, RowKey
+from agentrl.models.export import export_model
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
@@ -257,6 +258,21 @@ def test_ctrl_c_saves_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sft(run, note=interrupting)
     assert (tmp_path / "model" / "model.safetensors").is_file()
     assert signal.getsignal(signal.SIGINT) is handlers_before
+
+
+def test_a_signal_in_the_last_save_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch systems signal more than once, and a finished run is finished."""
+
+    def interrupted_export(*arguments: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        export_model(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("agentrl.sft.run.export_model", interrupted_export)
+    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("the run has ended"))
+    try:
+        assert sft(config(f"run.dir={tmp_path}", "sft.steps=1", "sft.batch_size=1"), note=print).is_dir()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_taskset_is_needed() -> None:
