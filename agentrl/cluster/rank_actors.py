@@ -313,8 +313,7 @@ class RankActors(RankGroup):
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError | OSError:
         """Return the error to raise for a failed rank, and end the other ranks if they cannot go on without it."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        text = str(cause).strip().splitlines()
-        summary = f"{type(cause).__name__}: {text[0] if text else 'no message'}"
+        summary = _summary(cause)
         with suppress(OSError):  # of a full disk, which may be the cause
             self._log.parent.mkdir(parents=True, exist_ok=True)
             append(self._log, f"rank {rank}, {phase}\n{error}\n".encode())
@@ -331,6 +330,16 @@ class RankActors(RankGroup):
         self._over = self._over or why
         for actor in self._actors:
             kill_actor(actor)
+
+
+def _summary(cause: BaseException) -> str:
+    """Return the type and the first line of an error; of an error that could not be pickled, those in its traceback."""
+    lines = str(cause).strip().splitlines()
+    if type(cause) is RayError:
+        frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+        errors = [line for line in lines[frames[-1] :] if not line.startswith(" ")] if frames else lines
+        return errors[0]
+    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _lost(ref: Any) -> bool:

@@ -22,7 +22,10 @@ _ERROR_STATUS = 400
 _BACKOFF_S = 0.1
 _CONNECT_S = 10.0
 _KEEP_S = 30.0
-"""Seconds an idle connection is kept."""
+"""Seconds an idle connection of generations is kept."""
+_KEEP_CONTROL_S = 2.0
+"""Seconds that of other requests is kept: less than the 5 s after which SGLang closes it. A request on a connection that the
+engine closes at that moment fails, and some must not be sent a second time."""
 # Of sglang-router 0.3.
 _ROUTING_KEY = "x-smg-routing-key"
 _ROUTER_ERROR = "x-smg-error-code"
@@ -106,7 +109,7 @@ class EngineHttp:
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_CONTROL_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers={"content-type": "application/json"},
                 raise_for_status=_raise_error_reply,

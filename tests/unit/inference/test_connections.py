@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 from deadlines import run_ready_tasks, until
 
+from agentrl.inference.client import http as http_module
 from agentrl.inference.client.connections import KeptConnections
 from agentrl.inference.client.http import EngineHttp, ErrorReply
 
@@ -199,3 +201,19 @@ def test_an_error_status_has_the_engines_message() -> None:
         await http.aclose()
 
     run(play, Server(lambda body: answer))
+
+
+def test_a_control_request_after_the_loop_was_busy_has_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may have closed the idle one meanwhile, which only a loop that runs notices."""
+    monkeypatch.setattr(http_module, "_KEEP_CONTROL_S", 0.01)
+
+    async def play(server: Server, connections: KeptConnections) -> None:
+        http = EngineHttp(server.url, 20.0)
+        for expected in (1, 2):
+            async with http.request("POST", "/pause", {}, once=True) as reply:
+                assert await reply.read() == b"{}"
+            assert server.connections == expected
+            time.sleep(0.03)  # noqa: ASYNC251
+        await http.aclose()
+
+    run(play)
