@@ -68,7 +68,8 @@ def test_every_loss_is_that_of_a_cpu_and_the_host_waits_at_the_end_of_a_step_onl
     on_cpu = metrics(folders, LearnerConfig(device="cpu", **options))
     for name, values in on_gpu.items():
         waits = values.pop("waits")
-        between = [where for where in waits if "step_metrics" not in where and "fsdp/rank.py" not in where]
+        at_the_end = ("step_metrics", "fsdp/rank.py", "fsdp/sharding.py")  # the last clips gradients
+        between = [where for where in waits if not any(name in where for name in at_the_end)]
         assert not between, (name, between)
         assert len(waits) <= 8, (name, waits)
         on_cpu[name].pop("waits")
