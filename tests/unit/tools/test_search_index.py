@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from agentrl import Task, TaskSet, ToolCall, ToolResult, ToolStatus
 from agentrl.core.errors import ConfigError, MissingError, UnknownNameError
+from tests.unit.core.test_atomic_files import full_disk_after
 
 
 def rows(*contents: str) -> list[dict[str, str]]:
@@ -89,6 +90,14 @@ def test_a_corpus_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert list(read_corpus(path, "--corpus")) == PLACES
     path.write_text('{"id": 7, "contents": "x", "more": 1}\n\n')
     assert list(read_corpus(path, "--corpus")) == [{"id": "7", "contents": "x"}]
+
+
+def test_a_full_disk_leaves_no_half_corpus(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    with full_disk_after(10), pytest.raises(OSError, match="too large") as error:
+        write_corpus(PLACES, path)
+    assert error.value.filename == str(path)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import IO, overload
 import orjson
 
 from agentrl import ConfigError
+from agentrl.core.atomic_files import write_atomically
 
 Document = Mapping[str, str]
 """``{"id", "contents"}``."""
@@ -107,9 +108,13 @@ def _document(line: bytes, where: str) -> Document:
 
 
 def write_corpus(documents: Iterable[Document], path: Path) -> None:
-    """Write documents as JSONL; the file's folder is made."""
+    """Write documents as JSONL, atomically; the file's folder is made.
+
+    Raises:
+        OSError: such as of a full disk; it names the file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as lines:
+    with write_atomically(path) as partial, partial.open("wb") as lines:
         for document in documents:
             lines.write(orjson.dumps({"id": document["id"], "contents": document["contents"]}) + b"\n")
 
