@@ -14,13 +14,18 @@ from agentrl.batch.microbatch import GlobalBatch
 from agentrl.batch.packing import PackOptions, RowSignals, pack
 from agentrl.config.schema import Config
 from agentrl.core.child_process import init_worker_process
+from agentrl.core.errors import DataError
 from agentrl.learner.registry import make_backend
 from agentrl.sft.base import SftData, StepRows
 from agentrl.sft.workers import worker_processes
 
 
 def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[GlobalBatch]:
-    """Return the packed batch of every step from ``first_step`` on, in order; ``sft.workers`` processes start now."""
+    """Return the packed batch of every step from ``first_step`` on, in order; ``sft.workers`` processes start now.
+
+    Raises:
+        DataError: a worker process died; raised by the iterator.
+    """
     workers = config.sft.workers
     first_item, skipped = divmod(first_step, data.steps_per_item)
     loader: DataLoader[bytes] = DataLoader(
@@ -34,7 +39,19 @@ def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[Glob
         generator=torch.Generator(),  # the default one is the run's
     )
     packed_items = iter(loader)  # starts the processes
-    return itertools.islice((batch for packed in packed_items for batch in pickle.loads(packed)), skipped, None)
+    return itertools.islice(_unpack(packed_items, workers), skipped, None)
+
+
+def _unpack(packed_items: Iterator[bytes], workers: int) -> Iterator[GlobalBatch]:
+    try:
+        for packed in packed_items:
+            yield from pickle.loads(packed)
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        raise DataError(
+            f"a worker process (sft.workers={workers}) was killed or crashed. If memory is short, lower sft.workers"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

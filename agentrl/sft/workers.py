@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 
@@ -16,5 +17,10 @@ def worker_processes() -> ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_MODULES))
-    forkserver.ensure_running()
+    # Ctrl-C in a terminal reaches the server, too, which would end in a traceback while it imports.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context

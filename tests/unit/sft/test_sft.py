@@ -17,7 +17,7 @@ from agentrl.config.load import find_config, load_config
 from agentrl.config.model import RenderConfig
 from agentrl.config.schema import Config
 from agentrl.core.env import Env
-from agentrl.core.errors import ConfigError, EnvironmentFailure, LearnerError, RunStopped, TaskError
+from agentrl.core.errors import ConfigError, DataError, EnvironmentFailure, LearnerError, RunStopped, TaskError
 from agentrl.core.registry import make_env, make_tasks, model_folder, tool_service
 from agentrl.core.task import Demonstrator, Task
 from agentrl.core.types import Fork, ForkReason, Message, Provenance, RowKey
@@ -25,7 +25,7 @@ from agentrl.models.export import export_model
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.render.registry import make_renderer
 from agentrl.render.renderer import ChatRenderer
-from agentrl.sft.batches import batches
+from agentrl.sft.batches import _unpack, batches
 from agentrl.sft.demonstrate import Demonstration, demonstrate
 from agentrl.sft.demonstrations import Demonstrations
 from agentrl.sft.preflight import RendererOf
@@ -188,6 +188,17 @@ def test_workers_change_nothing() -> None:
         return [micro.token_ids_L.tolist() for batch in actual_batches for [micro] in batch.micro]
 
     assert ids(0) == ids(2)
+
+
+def test_a_worker_process_that_dies_ends_the_run_with_its_key() -> None:
+    def packed_items() -> Iterator[bytes]:
+        yield pickle.dumps(["batch"])
+        raise RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+
+    unpacked = _unpack(packed_items(), 2)
+    assert next(unpacked) == "batch"
+    with pytest.raises(DataError, match=r"\(sft\.workers=2\) was killed or crashed"):
+        next(unpacked)
 
 
 def test_batches_weigh_policy_and_context() -> None:
