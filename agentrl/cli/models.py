@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from agentrl.core.errors import ConfigError, UserError
+from agentrl.core.errors import UserError
 from agentrl.core.extras import require
 from agentrl.core.registry import MODELS, model_folder, names
 from agentrl.models.resolve import PACKAGED, get_packaged
@@ -44,9 +44,10 @@ def run(arguments: argparse.Namespace) -> None:
             except UserError as error:  # of one package; the others are of use
                 console.print(str(error), style="red", markup=False, soft_wrap=True)
         return
+    from agentrl.models.export import check_free
+
     out = arguments.out or Path("models") / arguments.name
-    if out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"--out {out} is there already; remove it, or name another folder")
+    check_free(out, "--out ")
     get_packaged(arguments.name, out)
     path = out if arguments.out else arguments.name
     console.print(f"{arguments.name} lies in {out}; use it with model.path={path}", soft_wrap=True)

@@ -15,9 +15,12 @@ from pathlib import Path
 
 PARTIAL = ".partial"
 """Suffix of a path that is being written, or was left by a killed process."""
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE)
+DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+)
 """Faults of the disk that the user can mend: full, over its quota, read-only, a limit on the size of files, no permission, a
-device or a server of files that fails."""
+device or a server of files that fails; and of a path: a file in place of a folder, or the reverse, or a name that is too long."""
 
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 

@@ -68,6 +68,7 @@ def test_dry_run_prints_a_configuration_that_loads(capsys: pytest.CaptureFixture
         (("launch", "slurm", "--env", "search_r1", "--dry-run", "--out", "."), "--out . cannot be written"),
         (("sft", "--resume", "run.dir=run"), "run is a run of agentrl train"),
         (("view", "--serve", "run", "--port", "99999"), "(--port, --host;"),
+        (("models", "get", "smollm2-135m", "--out", "notes.txt"), "--out notes.txt: notes.txt is a file"),
         (("audit", "empty.jsonl"), "empty.jsonl has no rollouts"),
         (("view", "empty.jsonl"), "empty.jsonl has no rollouts"),
         (("view", "notes.txt"), "no file of rollouts"),
@@ -156,6 +157,20 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert main(["train"]) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert "run/metrics.jsonl: No space left on device" in line
+
+
+def test_a_path_that_cannot_be_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").touch()
+    for words, message in (
+        (("init", "notes.txt/coins"), "notes.txt/coins: Not a directory"),
+        (("doctor", "a" * 300), "File name too long"),
+    ):
+        assert main(words) == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line
 
 
 def test_a_changed_working_directory_is_why_a_file_is_not_there(
