@@ -99,7 +99,7 @@ def checked_start(loaded: Loaded, console: Console, replay: Path | None = None, 
     """
     from agentrl.train.run import RunStart
 
-    lines, contents = list(loaded.notes), {}
+    lines, contents, fork = list(loaded.notes), {}, loaded.fork
     if replay is not None:
         from agentrl.train.replay import check_replay
 
@@ -109,10 +109,11 @@ def checked_start(loaded: Loaded, console: Console, replay: Path | None = None, 
 
         plan = check_run(loaded.config)
         contents = plan.contents
+        fork = fork and fork.with_contents(contents)
         lines += [f"template {plan.template}", *plan.training, *plan.warnings]
     for line in lines:
         print_message(console, line, "bold yellow" if line.startswith("warning: ") else "")
-    return RunStart(loaded.resumed, loaded.fork, replay, contents, discard)
+    return RunStart(loaded.resumed, fork, replay, contents, discard)
 
 
 def run_dir_setting(layers: Sequence[Layer]) -> str | None:

@@ -100,7 +100,7 @@ def _plan(loaded: Loaded, arguments: argparse.Namespace) -> list[str]:
 def _describe_resume(loaded: Loaded, arguments: argparse.Namespace, contents: Mapping[str, str]) -> list[str]:
     """Return what the run uses again, on one line; nothing for a new run, or without the data to compare."""
     if loaded.fork is not None:
-        return [str(loaded.fork)]
+        return [str(loaded.fork.with_contents(contents))]
     if loaded.resumed is None or not (contents or arguments.replay):
         return []
     from agentrl.train.resume import check_resume

@@ -46,6 +46,9 @@ FIXED = (
 )
 """Keys that a resumed run may not change, of its sources either: with another value it would be another run."""
 
+LOADED = ("learner.freeze", "learner.optimizer.name")
+"""Keys that a resumed run may not change because its checkpoints would not fit."""
+
 SAMPLED = (
     CODE,
     CONTENT,
@@ -195,6 +198,15 @@ def changed_keys(recorded: Mapping[str, str], keys: Mapping[str, str], kinds: Se
     ]
 
 
+def changed_tasks(recorded: Mapping[str, str], contents: Mapping[str, str]) -> list[Difference]:
+    """Return the checksums of tasks that differ from recorded ones; see `agentrl.data.task_sources.split_contents`."""
+    return [
+        Difference(key, recorded[key], text)
+        for key, text in contents.items()
+        if key.endswith((".train_split", ".path")) and key.startswith(CONTENT) and recorded.get(key, text) != text
+    ]
+
+
 def recorded_value(recorded: Mapping[str, str], key: str) -> str:
     """Return the recorded value of a key as text; that of a key that was not recorded is its default."""
     if key in recorded:
@@ -257,14 +269,14 @@ def _value_type(annotation: Any) -> Any:
 
 
 def check_fixed(recorded: Mapping[str, str], keys: Mapping[str, str], folder: Path) -> None:
-    """Check that a resumed run has the seed, environment, tasks, model and adapters that it was recorded with.
+    """Check that a resumed run has the seed, environment, tasks, model, adapters and optimizer that it was recorded with.
 
     Raises:
         ConfigError: it has another one; the message names the key and both values.
     """
     faults = [
         f"{change.key}={change.after}: the run in {folder} has {change.before}; leave out {change.key}, or start another run"
-        for change in changed_keys(recorded, keys, FIXED)
+        for change in changed_keys(recorded, keys, (*FIXED, *LOADED))
     ]
     if faults:
         raise ConfigError("\n".join(faults))

@@ -35,6 +35,7 @@
     ├── AuditError                 saved rollouts that are not as they were sampled
     ├── DiagnosisError             problems that `agentrl doctor` found in a run
     ├── CheckpointError            a checkpoint that is not whole
+    │   └── OtherKeysError         a checkpoint that was written with other keys; a `UserError` too
     ├── TemplateError              a chat template that no conversation can be trained with
     └── RunStopped                 the failure policy or Ctrl-C ended the run, which has been saved
 
@@ -218,6 +219,10 @@ class DiagnosisError(AgentrlError):
 
 class CheckpointError(AgentrlError):
     """A checkpoint is missing something or was written by another set-up."""
+
+
+class OtherKeysError(CheckpointError, UserError):
+    """A whole checkpoint was written with other configuration keys; an older one of its run would not fit either."""
 
 
 class TemplateError(AgentrlError):

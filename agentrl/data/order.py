@@ -147,7 +147,8 @@ class Curriculum(DataSource):
     def on_trained(self, rewards: Mapping[str, Sequence[float]]) -> None:
         """Update the success rates of tasks."""
         for name, task_rewards in rewards.items():
-            number = self._numbers[name]
+            if (number := self._numbers.get(name)) is None:
+                continue  # a task of before a resume with other data
             rate = sum(reward >= self.solved_at for reward in task_rewards) / len(task_rewards)
             previous_rate = self._rates.get(number, rate)
             self._rates[number] = previous_rate + RECENT * (rate - previous_rate)
@@ -161,8 +162,11 @@ class Curriculum(DataSource):
         return {"draws": self._draws, "tasks": tasks}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the return value of `state`."""
-        tasks = state["tasks"]
+        """Restore the return value of `state`, but for tasks that are not where they were: of a resume with other data."""
+        size = len(self.tasks)
+        tasks = {
+            name: known for name, known in state["tasks"].items() if known[0] < size and self.tasks[known[0]].id == name
+        }
         self._draws = state["draws"]
         self._numbers = {name: number for name, (number, _, _) in tasks.items()}
         self._rates = {number: rate for number, rate, _ in tasks.values() if rate is not None}

@@ -45,13 +45,15 @@ class Checkpoints:
     Args:
         folder: created with the first checkpoint.
         keep: number of newest checkpoints that are kept. The one with the highest ``score`` in its state is kept too.
+        metric: name of the score; a checkpoint whose ``score_of`` names another one, of before a resume, has no score.
         resumed_from: the checkpoint that the run resumed from, which is kept too: restarted engines load its model, and the
             learner copies its tokenizer files into the next checkpoints.
     """
 
-    def __init__(self, folder: Path, *, keep: int, resumed_from: Path | None = None) -> None:
+    def __init__(self, folder: Path, *, keep: int, metric: str | None = None, resumed_from: Path | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.metric = metric
         self.resumed_from = resumed_from
         self.candidate: int | None = None
         """A step whose ``score`` is not known yet: its checkpoint is kept until then."""
@@ -142,12 +144,18 @@ class Checkpoints:
 
     def best_score(self) -> float:
         """Return the highest score of a complete checkpoint, or minus infinity."""
-        return max(map(_score, complete_checkpoints(self.folder)), default=float("-inf"))
+        return max(map(self._score, complete_checkpoints(self.folder)), default=float("-inf"))
+
+    def _score(self, checkpoint: Path) -> float:
+        score = saved_score(checkpoint, self.metric)
+        return float("-inf") if score is None else score
 
     def _drop_old(self) -> None:
         checkpoints = complete_checkpoints(self.folder)
-        best = max(reversed(checkpoints), key=_score)
-        retained = {*checkpoints[-self.keep :], self.resumed_from} | ({best} if _score(best) > float("-inf") else set())
+        best = max(reversed(checkpoints), key=self._score)
+        retained = {*checkpoints[-self.keep :], self.resumed_from} | (
+            {best} if self._score(best) > float("-inf") else set()
+        )
         retained |= set() if self.candidate is None else {self._path(self.candidate)}
         for folder in checkpoints:
             if folder in retained:
@@ -200,17 +208,16 @@ def _state_checksum(state: Mapping[str, object]) -> str:
     return f"{zlib.crc32(json.dumps(state).encode()):08x}"
 
 
-def _score(checkpoint: Path) -> float:
-    score = saved_score(checkpoint)
-    return float("-inf") if score is None else score
+def saved_score(checkpoint: Path, metric: str | None = None) -> float | None:
+    """Return the ``score`` in a checkpoint's state, or None; an unreadable one is reported when it is resumed from.
 
-
-def saved_score(checkpoint: Path) -> float | None:
-    """Return the ``score`` in a checkpoint's state, or None; an unreadable one is reported when it is resumed from."""
+    With ``metric`` that of another one does not count. Older checkpoints have no name of theirs.
+    """
     try:
-        score = load_state(checkpoint).get("score")
+        state = load_state(checkpoint)
     except CheckpointError:
-        score = None
+        return None
+    score = state.get("score") if metric is None or state.get("score_of", metric) == metric else None
     return float(score) if isinstance(score, int | float) else None
 
 

@@ -15,11 +15,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrl.config.layers import CONFIG, save_config
-from agentrl.config.recorded import changed_keys
+from agentrl.config.recorded import LOADED, changed_keys, changed_tasks
 from agentrl.config.schema import Config
 from agentrl.core.atomic_files import partial_path, publish, write_atomically
 from agentrl.core.errors import ConfigError
@@ -32,8 +32,8 @@ from agentrl.train.warm_start import FOLDER as WARM_START
 ORIGIN = "fork.json"
 """File in the run's folder that names the run and the step that it began with."""
 LATEST = "latest"
-WEIGHTS = ("model.path", "model.warm_start", "model.warm_start_options", "learner.lora")
-"""Keys of the weights, which are those of the checkpoint."""
+WEIGHTS = ("model.path", "model.warm_start", "model.warm_start_options", "learner.lora", *LOADED)
+"""Keys of the weights and their moments, which are those of the checkpoint."""
 ORDER = ("run.seed", "env.name", "tasks", "data", "sources")
 """Keys that decide the order of the tasks: with another value it begins again."""
 
@@ -76,6 +76,16 @@ class Fork:
                 f"train.steps={steps}: the checkpoint has {step} steps already, and a fork counts on from it; set train.steps"
             )
         return cls(run, _checkpoint(run, step), bool(changed_keys(recorded, keys, ORDER)))
+
+    def with_contents(self, contents: Mapping[str, str]) -> Fork:
+        """Return the fork of a run with these checksums of its tasks: with other tasks the order begins again.
+
+        Raises:
+            CheckpointError: the state of the checkpoint is damaged.
+        """
+        recorded = load_state(self.checkpoint)["keys"]
+        assert isinstance(recorded, dict), "see Trainer.state"
+        return replace(self, new_order=self.new_order or bool(changed_tasks(recorded, contents)))
 
     @property
     def step(self) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from agentrl.config.recorded import CONTENT, check_fixed, check_sampled
+from agentrl.config.recorded import CONTENT, changed_tasks, check_fixed, check_sampled
 from agentrl.config.self_play import PAST
-from agentrl.core.errors import CheckpointError, ConfigError
+from agentrl.core.errors import CheckpointError, ConfigError, OtherKeysError
 from agentrl.core.reading import reading
 from agentrl.learner.checkpoints import STATE, latest_checkpoint, load_state, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
@@ -28,7 +28,7 @@ def resume_command(folder: Path, replay: Path | None) -> str:
 
 def with_older(error: CheckpointError, folder: Path, checkpoint: Path | None, replay: Path | None) -> CheckpointError:
     """Return the error of a damaged ``checkpoint`` with the one before it, if there is one."""
-    older = None if checkpoint is None else older_checkpoint(checkpoint)
+    older = None if checkpoint is None or isinstance(error, OtherKeysError) else older_checkpoint(checkpoint)
     if checkpoint is None or str(checkpoint) not in str(error) or older is None:
         return error
     again = resume_command(folder, replay)
@@ -72,6 +72,11 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
         recorded = {key: progress.keys[key] for key in contents}
         if samples and not discard:
             check_sampled(recorded, contents, f"the steps of {progress.checkpoint}")
+        elif changes := changed_tasks(recorded, contents):
+            text += (
+                f" ({', '.join(map(str, changes))}: the order goes on at its position, so that until its epoch ends a task may "
+                f"come twice or not at all; agentrl train --fork {folder}@latest begins the order again)"
+            )
     if not samples:
         return text
     step, position = (0, TaskPosition()) if progress is None else (progress.step, progress.position)

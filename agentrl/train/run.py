@@ -23,7 +23,7 @@ from agentrl.core.callback import Callback, RunHandle
 from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
 from agentrl.evaluation.checkpoint_model import check_model
-from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state
+from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, saved_score
 from agentrl.obs.console import print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.run_end import recorded_end
@@ -96,10 +96,18 @@ async def _train(
                 parts = await open_parts(run, checkpoint, replay, interrupt, exits, console)
         on_loaded()
         view.total = parts.source.steps
+        if run.step >= view.total:
+            view.note(
+                f"step {run.step} is trained, and the run ends with step {view.total} (train.steps, train.epochs): nothing is "
+                "left to train"
+            )
         metrics = exits.enter_context(
             open_metrics(config, folder, view.note, run.resume_after, [*traces, *extras.trackers])
         )
-        checkpoints = Checkpoints(folder / "checkpoints", keep=config.train.keep, resumed_from=checkpoint)
+        plan = config.train
+        checkpoints = Checkpoints(
+            folder / "checkpoints", keep=plan.keep, metric=plan.keep_best, resumed_from=checkpoint
+        )
         settings = redact(config.model_dump(mode="json"))
         callbacks = RunCallbacks(
             [*extras.callbacks, *load_callbacks(config.train.callbacks)],
@@ -113,13 +121,13 @@ async def _train(
             view,
             Evaluations(
                 config.eval,
-                config.train,
+                plan,
                 parts.evaluator,
                 checkpoints,
                 metrics,
                 view,
                 state["evaluated"],
-                state.get("score"),
+                None if checkpoint is None else saved_score(checkpoint, plan.keep_best),
                 callbacks=callbacks,
             ),
             step=run.step,

@@ -205,6 +205,7 @@ class Trainer:
             "evaluated": self.evaluations.step,
             "keys": dict(self.keys),
             "score": self.evaluations.score_at(self.step),
+            "score_of": self.evaluations.plan.keep_best,
             "estimators": self.steps.estimators.state(),
             "source": self.source.state(),
         }

@@ -147,7 +147,7 @@ class SGLangWeightUpdates:
 
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
-        body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": self._drops_cache}
+        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": self._drops_cache}
         # Otherwise SGLang uses the format of its start, and one that started with dummy weights would refuse to load any.
         body["load_format"] = "auto"
         self.check_resumed()

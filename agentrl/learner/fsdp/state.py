@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map_only
 from agentrl.config.learner import LearnerConfig
 from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
-from agentrl.core.errors import CheckpointError
+from agentrl.core.errors import CheckpointError, OtherKeysError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec, tensor_spec
 from agentrl.learner.fsdp.gather import MergedWeights
@@ -213,7 +213,9 @@ def load_state(rank: SavedRank, folder: Path) -> None:
     for key in ("optimizer", "moments", "lora", "shapes", "frozen"):
         if saved[key] != expected[key]:
             difference = _difference(rank, key, saved[key], expected[key])
-            raise CheckpointError(f"{folder} was written with another {key}: {difference}")
+            raise OtherKeysError(
+                f"{folder} was written with another {key}: {difference}; take the change back, or start another run"
+            )
     try:
         model, key = folder / "model", "checkpoint"
         if rank.merged.adapters:  # model/ has merged weights; the rank has those of the base model
@@ -305,6 +307,11 @@ def _moments(rank: SavedRank) -> str:
 def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
         description: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        if "step" in description:
+            raise OtherKeysError(
+                f"{folder} was written with learner.backend=megatron, this run has fsdp; take the change back, or start another "
+                "run"
+            )
         shapes, frozen = dict(description["shapes"]), list(description["frozen"])
         lora = (
             None

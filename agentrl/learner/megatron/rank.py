@@ -37,7 +37,7 @@ from agentrl.algo.base import TokenScores
 from agentrl.batch.microbatch import GlobalBatch
 from agentrl.core.atomic_files import names_file
 from agentrl.core.background import run_in_daemon_thread
-from agentrl.core.errors import CheckpointError
+from agentrl.core.errors import CheckpointError, OtherKeysError
 from agentrl.core.reading import reading
 from agentrl.distributed.base import TensorSpec
 from agentrl.learner.base import RankOptions, RowScores, StreamSource
@@ -332,7 +332,10 @@ class MegatronRank(BackendRank):
         for key, setting in (("shapes", path), ("frozen", "learner.freeze")):
             if description[key] != expected[key]:
                 name = min(name for name, _ in {*_items(description[key])} ^ {*_items(expected[key])})
-                raise CheckpointError(f"{folder} was written with another {key} of weights, such as {name} ({setting})")
+                raise OtherKeysError(
+                    f"{folder} was written with another {key} of weights, such as {name} ({setting}); take the change back, or "
+                    "start another run"
+                )
         self.step = int(description["step"])
         self.reference_changed = self.reference is not None and description["reference"]
         with self.training.loading():
@@ -380,6 +383,11 @@ def _description(rank: MegatronRank) -> dict[str, Any]:
 def _read_description(folder: Path) -> dict[str, Any]:
     with reading(folder / "learner.json", "description of a whole checkpoint", CheckpointError):
         description: dict[str, Any] = json.loads((folder / "learner.json").read_bytes())
+        if "steps" in description:
+            raise OtherKeysError(
+                f"{folder} was written with learner.backend=fsdp, this run has megatron; take the change back, or start another "
+                "run"
+            )
         return {
             "step": int(description["step"]),
             "shapes": dict(description["shapes"]),

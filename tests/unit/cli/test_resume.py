@@ -88,6 +88,8 @@ def test_settings_and_files_on_top_are_said(run: Path, tmp_path: Path) -> None:
         ("tasks.train_split=eval", "train"),
         ("data.limit=5", "null"),
         ("model.path=elsewhere", "multihop-warm"),
+        ("learner.optimizer.name=muon", "adamw"),
+        ("learner.freeze=[model.embed_tokens.*]", r"\[\]"),
         ("model.warm_start=search_r1/sft_warm", "null"),
     ],
 )
@@ -247,6 +249,12 @@ def test_other_data_is_refused_after_a_checkpoint_without_recorded_rollouts(
     assert resume(recorded) == 2
     assert f"the steps of {checkpoint} were made with other values" in capsys.readouterr().err
     assert resume(recorded, "--resample") == 0
+    shown = capsys.readouterr().err
+    assert "(content of data.path: 8 tasks, crc32 " in shown
+    assert "a task may come twice or not at all" in shown
+    assert f"agentrl train --fork {recorded}@latest begins the order again" in shown
+    assert main(["train", "--fork", f"{recorded}@1", "--dry-run"]) == 0
+    assert "the order of the tasks begins again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("position", range(3))

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_the_order_is_that_of_seed_and_results(seed: int, size: int, parts: list
     assert max(Counter(actual_tasks[:size]).values(), default=1) == 1, (
         "without results no task comes twice before all others"
     )
+
+
+def test_a_curriculum_that_is_resumed_with_other_tasks_knows_those_that_are_where_they_were() -> None:
+    before = Curriculum(tasks(8), 0)
+    before.on_trained({task.id: [1.0] for task in before.get_samples(8)})
+    other_tasks = [*tasks(3), replace(tasks(4)[3], id="new")]
+    source = Curriculum(other_tasks, 0)
+    source.load_state(before.state())
+    assert source.metrics()["data/measured"] == 0.75
+    source.on_trained({tasks(8)[5].id: [0.0]})
+    assert source.metrics()["data/success_rate"] == 1.0, "a task that is no longer there has no rate"
+    assert {task.id for task in source.get_samples(40)} == {task.id for task in other_tasks}
 
 
 def test_its_metrics() -> None:

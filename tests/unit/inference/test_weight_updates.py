@@ -127,6 +127,9 @@ def test_requests_that_a_pause_keeps_in_the_engine(brackets: bool) -> None:
 
     asyncio.run(play())
     assert (UPDATES + "tensor" in pool.calls) == (UPDATES + "disk" in pool.calls) == brackets
+    if brackets:
+        path = pool.bodies[UPDATES + "disk"]["model_path"]
+        assert path == str(Path("weights").absolute()), "an engine may run in another folder"
 
 
 @pytest.mark.parametrize("keeps_whole", [False, True])

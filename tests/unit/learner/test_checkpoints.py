@@ -225,6 +225,15 @@ def test_the_best_checkpoint_is_kept(tmp_path):
     assert checkpoints.best_score() == 0.7
 
 
+def test_scores_of_another_metric_do_not_count(tmp_path):
+    for step, metric in ((1, "searches"), (2, "exact_match"), (3, "exact_match"), (4, "exact_match")):
+        checkpoints = Checkpoints(tmp_path, keep=1, metric=metric)
+        score = {1: 1.4, 2: 0.6}.get(step, 0.3)
+        saved(checkpoints, step, state={"score": score, "score_of": metric})
+        assert checkpoints.best_score() == {1: 1.4}.get(step, 0.6)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000002", "step_000004"]
+
+
 def start_writer(folder: Path) -> tuple[Forked, TextIO]:
     """Start `checkpoint_writer`; return the process and its output."""
     read, write = os.pipe()

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from agentrl.batch.loss_weights import Aggregation, count_units
 from agentrl.config.learner import OptimizerConfig
-from agentrl.core.errors import CheckpointError, ModelError, ProvenanceError
+from agentrl.core.errors import CheckpointError, ModelError, OtherKeysError, ProvenanceError
 from agentrl.core.types import Provenance
 from agentrl.learner.rank import learning_rate
 from tests.batches import pack_rows
@@ -274,11 +274,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused(learners, tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read"):
         learner.load(tmp_path / "state")
     learner = learners.open("muon")
-    with pytest.raises(CheckpointError, match=r"'adamw', this run has 'muon' \(learner\.optimizer\.name\)"):
+    with pytest.raises(OtherKeysError, match=r"'adamw', this run has 'muon' \(learner\.optimizer\.name\)"):
         learner.load(tmp_path / "state")
     smaller = make_model(tmp_path / "small", intermediate_size=40)
     learner = learners.open(folder=smaller)
-    with pytest.raises(CheckpointError, match=r"down_proj.*model\.path"):
+    with pytest.raises(OtherKeysError, match=r"down_proj.*model\.path"):
+        learner.load(tmp_path / "state")
+    (tmp_path / "state" / "learner.json").write_text('{"step": 1, "moments": []}')
+    with pytest.raises(OtherKeysError, match=r"written with learner\.backend=megatron, this run has fsdp"):
         learner.load(tmp_path / "state")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.cli.main import main
 from agentrl.core.checksums import CHECKSUMS, check_checksums
-from agentrl.core.errors import CheckpointError, ConfigError
+from agentrl.core.errors import CheckpointError, ConfigError, OtherKeysError
 from agentrl.evaluation.checkpoint_model import checkpoint_model
 from agentrl.learner.checkpoints import STATE, Checkpoints, complete_checkpoints, read_state, saved_score
 from agentrl.self_play.snapshots import SnapshotFolder
@@ -29,6 +29,8 @@ def test_the_checkpoint_before_a_damaged_one_is_named(tmp_path: Path) -> None:
     samples = Path("samples.jsonl")
     assert f"run.dir={tmp_path} --replay {samples}" in str(with_older(error, tmp_path, newest, samples))
     assert with_older(CheckpointError("another file"), tmp_path, newest, None).args == ("another file",)
+    other_keys = OtherKeysError(f"{newest} was written with another optimizer")
+    assert with_older(other_keys, tmp_path, newest, None) is other_keys, "the older one would not fit either"
     (older / STATE).unlink()
     assert with_older(error, tmp_path, newest, None) is error
 

@@ -112,6 +112,10 @@ def test_another_seed_or_task_order_begins_again(run: Path, tmp_path: Path, sett
             ["runs/first@2", "model.path=other"],
             "^model.path=other: the run in runs/first has multihop-warm, and a fork",
         ),
+        (
+            ["runs/first@2", "learner.optimizer.name=muon"],
+            "^learner.optimizer.name=muon: the run in runs/first has adamw",
+        ),
         (["runs/first@3", "train.steps=3"], "^train.steps=3: the checkpoint has 3 steps already"),
         (["runs/first@2", "--resume"], "--resume continues a run"),
     ],
