@@ -12,6 +12,7 @@ from agentrl.algo.base import AdvantageEstimator, Algorithm, PolicyLoss
 from agentrl.algo.losses import POLICY_LOSSES
 from agentrl.config.algo import AdvantageConfig, AlgoConfig, CriticConfig, LossConfig
 from agentrl.config.checks import run_and_source_faults
+from agentrl.config.layers import leaf_texts
 from agentrl.config.schema import Config
 from agentrl.config.train import AsyncConfig
 from agentrl.config.validation import parse_section
@@ -151,13 +152,13 @@ def _rewards(config: Config) -> Iterator[str]:
 def _critic(algo: AlgoConfig, steps: int | None) -> Iterator[str]:
     critic = algo.critic
     if not needs_critic(algo):
-        defaults = CriticConfig().model_dump()
+        texts, defaults = (leaf_texts({"algo": {"critic": config.model_dump()}}) for config in (critic, CriticConfig()))
         with_critic = " or ".join(name for name, estimator in ESTIMATORS.items() if estimator.needs_critic)
-        for key, value in critic.model_dump().items():
-            if value != defaults[key]:
+        for key, text in texts.items():
+            if text != (default := defaults.get(key, "null")):
                 yield (
-                    f"algo.critic.{key} is set, and algo.advantage.name={algo.advantage.name} has no critic; set "
-                    f"algo.advantage.name={with_critic}, or leave out algo.critic.{key}"
+                    f"{key} is set, and algo.advantage.name={algo.advantage.name} has no critic; set "
+                    f"algo.advantage.name={with_critic}, or {key}={default}"
                 )
         return
     if steps and critic.warmup_steps >= steps:

@@ -46,8 +46,8 @@ FIXED = (
 )
 """Keys that a resumed run may not change, of its sources either: with another value it would be another run."""
 
-LOADED = ("learner.freeze", "learner.optimizer.name")
-"""Keys that a resumed run may not change because its checkpoints would not fit."""
+LOADED = ("learner.freeze", "learner.optimizer.name", "algo.critic.path")
+"""Keys that a resumed run may not change because its checkpoints would not fit, or have what they name."""
 
 SAMPLED = (
     CODE,

@@ -165,7 +165,7 @@ class Curriculum(DataSource):
         """Restore the return value of `state`, but for tasks that are not where they were: of a resume with other data."""
         size = len(self.tasks)
         tasks = {
-            name: known for name, known in state["tasks"].items() if known[0] < size and self.tasks[known[0]].id == name
+            name: entry for name, entry in state["tasks"].items() if entry[0] < size and self.tasks[entry[0]].id == name
         }
         self._draws = state["draws"]
         self._numbers = {name: number for name, (number, _, _) in tasks.items()}

@@ -221,12 +221,17 @@ def saved_score(checkpoint: Path, metric: str | None = None) -> float | None:
     return float(score) if isinstance(score, int | float) else None
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in ``folder``, oldest first."""
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the folders in ``folder`` with names of complete checkpoints, oldest first; a copy of a run may lack files."""
     if not folder.is_dir():
         return []
     numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered) if (path / STATE).is_file()]
+    return [path for _, path in sorted(numbered)]
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in ``folder``, oldest first."""
+    return [path for path in checkpoint_folders(folder) if (path / STATE).is_file()]
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -244,9 +249,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def older_checkpoint(checkpoint: Path) -> Path | None:
     """Return the complete checkpoint before another one, or None."""
-    checkpoints = complete_checkpoints(checkpoint.parent)
-    older = checkpoints[: checkpoints.index(checkpoint)] if checkpoint in checkpoints else []
-    return older[-1] if older else None
+    folders = checkpoint_folders(checkpoint.parent)
+    older = folders[: folders.index(checkpoint)] if checkpoint in folders else []
+    return next((path for path in reversed(older) if (path / STATE).is_file()), None)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from agentrl.config.recorded import CONTENT, changed_tasks, check_fixed, check_s
 from agentrl.config.self_play import PAST
 from agentrl.core.errors import CheckpointError, ConfigError, OtherKeysError
 from agentrl.core.reading import reading
-from agentrl.learner.checkpoints import STATE, latest_checkpoint, load_state, older_checkpoint
+from agentrl.learner.checkpoints import STATE, checkpoint_folders, load_state, older_checkpoint
 from agentrl.obs.journal import JournalState, read_journal
 from agentrl.obs.metrics import read_metrics
 from agentrl.self_play.league import check_league
@@ -108,9 +108,10 @@ class _Progress(NamedTuple):
 
 def _read_progress(folder: Path) -> _Progress | None:
     """Return what the newest checkpoint of a run says; None without one."""
-    checkpoint = latest_checkpoint(folder / "checkpoints")
-    if checkpoint is None:
+    folders = checkpoint_folders(folder / "checkpoints")
+    if not folders:
         return None
+    checkpoint = folders[-1]
     try:
         with reading(checkpoint / STATE, "state of a whole checkpoint", CheckpointError):
             state: dict[str, Any] = load_state(checkpoint)

@@ -72,7 +72,8 @@ def faults(*settings: str) -> list[str]:
         ),
         (
             ["algo.critic.warmup_steps=1"],
-            "algo.critic.warmup_steps is set, and algo.advantage.name=grpo has no critic; set algo.advantage.name=gae",
+            "algo.critic.warmup_steps is set, and algo.advantage.name=grpo has no critic; set algo.advantage.name=gae, or "
+            "algo.critic.warmup_steps=0",
         ),
         (
             ["algo.advantage.name=gae", "algo.critic.warmup_steps=9", "train.steps=9"],

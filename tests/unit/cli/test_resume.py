@@ -99,6 +99,11 @@ def test_another_run_is_refused_with_the_key(run: Path, setting: str, state_befo
         loaded("--resume", setting)
 
 
+def test_another_start_of_the_critic_is_refused_as_its_weights_are_the_checkpoints(run: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"algo\.critic\.path=elsewhere: the run in {run} has null; leave out"):
+        loaded("--resume", "algo.advantage.name=gae", "algo.critic.path=elsewhere")
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """The content of all files of a run but the lock."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}

@@ -113,6 +113,14 @@ def test_a_state_with_another_digit_is_refused(checkpoints: list[Path], tmp_path
     SnapshotFolder(tmp_path / "run").remove_all_except(["step_000000"])  # a damaged state does not end a run
 
 
+def test_a_newest_checkpoint_without_its_state_is_not_passed_over(checkpoints: list[Path], tmp_path: Path) -> None:
+    """As of a copy of a run that was broken off."""
+    older, newest = checkpoints
+    (newest / STATE).unlink()
+    with pytest.raises(CheckpointError, match=rf"{newest / STATE} cannot be read.*The one before it is {older}: move"):
+        check_resume(tmp_path / "run", {})
+
+
 def test_a_snapshot_of_the_pool_that_is_gone_is_named_before_the_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     writer = Checkpoints(run / "checkpoints", keep=2)
