@@ -18,7 +18,7 @@ from agentrl.core.atomic_files import DISK_ERRORS
 from agentrl.core.errors import AgentrlError, AuditError, DiagnosisError, RunStopped, UserError
 from agentrl.core.extras import missing_extra_error
 from agentrl.core.user_code import describe, error_location, is_library
-from agentrl.obs.console import OutputClosedError, log_to_stderr, make_console, print_error
+from agentrl.obs.console import OUTPUT_CLOSED, OutputClosedError, log_to_stderr, make_console, print_error
 
 COMMANDS: dict[str, str] = {
     "init": "write a project of your own to start from",
@@ -98,9 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except OutputClosedError:
         if command in AT_WORK:
-            print_error(
-                errors, "stopped", "standard output was closed, by the command that it is piped to", "bold yellow"
-            )
+            print_error(errors, "stopped", OUTPUT_CLOSED, "bold yellow")
         return FAILED
     except OSError as error:
         if error.errno not in DISK_ERRORS:

@@ -53,6 +53,10 @@ def _picture(character: str) -> str:
     return chr(0x2400 + ord(character)) if ord(character) < 0x20 else "␦"
 
 
+OUTPUT_CLOSED = "standard output was closed, by the command that it is piped to"
+"""Why a command ends with an `OutputClosedError`."""
+
+
 class OutputClosedError(BrokenPipeError):
     """The command that this one's output is piped to, such as ``head``, has closed it."""
 

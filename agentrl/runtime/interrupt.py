@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -143,7 +143,8 @@ class Interrupt:
         if not self.requested.is_set():
             self._by = number.name
             self.requested.set()
-            self._notify(f"{number.name}: stopping. Ctrl-C again stops at once, without saving.")
+            with suppress(OSError):  # Ctrl-C has ended tee, too, to which the output is piped
+                self._notify(f"{number.name}: stopping. Ctrl-C again stops at once, without saving.")
 
     @asynccontextmanager
     async def guard(self, watch: Callable[[], None] | None = None) -> AsyncIterator[None]:

@@ -24,7 +24,7 @@ from agentrl.core.checksums import check_checksums
 from agentrl.core.errors import AgentrlError, CheckpointError, ConfigError, RunStopped, UserError
 from agentrl.evaluation.checkpoint_model import check_model
 from agentrl.learner.checkpoints import Checkpoints, begin_random, latest_checkpoint, read_state, saved_score
-from agentrl.obs.console import print_message
+from agentrl.obs.console import OUTPUT_CLOSED, OutputClosedError, print_message
 from agentrl.obs.progress import ProgressView
 from agentrl.obs.run_end import recorded_end
 from agentrl.obs.trackers import Tracker
@@ -255,7 +255,7 @@ def _named_resume(
     """Say with each end of a run that is not its own how to resume it.
 
     Raises:
-        RunStopped: in place of errors, if a signal has asked for the end.
+        RunStopped: in place of errors, if a signal has asked for the end or standard output was closed.
         ConfigError: the folder was removed.
     """
     try:
@@ -273,8 +273,10 @@ def _named_resume(
         print_message(console, f"the run is in {folder}; resume it with: {resume_command(folder, replay)}")
         raise
     except OSError as error:
+        again = resume_command(folder, replay)
+        if isinstance(error, OutputClosedError):
+            raise RunStopped(f"{OUTPUT_CLOSED}. The run is in {folder}; resume it with:\n  {again}") from error
         if error.errno in DISK_ERRORS:
-            again = resume_command(folder, replay)
             print_message(console, f"the run is in {folder}; mend this, then resume it with: {again}")
         elif not (folder / CONFIG).exists():
             raise ConfigError(f"run.dir={folder} was removed while the run wrote to it: {error}") from error

@@ -70,6 +70,24 @@ def test_only_a_second_ctrl_c_ends_at_once(first: signal.Signals, second: signal
         assert saved
 
 
+def test_a_signal_is_handled_though_the_output_is_gone() -> None:
+    """Ctrl-C ends ``tee``, too."""
+    faults: list[object] = []
+
+    def notify(_: str) -> None:
+        raise BrokenPipeError
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        with Interrupt(notify) as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            await interrupt.requested.wait()
+            await run_ready_tasks()
+
+    asyncio.run(main())
+    assert not faults
+
+
 def test_nohup_is_respected() -> None:
     assert handled_signals() == list(SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import AgentrlError, ConfigError, EngineError, RunStopped
-from agentrl.obs.console import make_console
+from agentrl.obs.console import OutputClosedError, make_console
 from agentrl.runtime.interrupt import Interrupt
 from agentrl.train import start
 from agentrl.train.rollout_source import RunInputs
@@ -220,6 +221,16 @@ def test_a_second_ctrl_c_says_how_to_resume(tmp_path: Path, capsys: pytest.Captu
     ):
         raise asyncio.CancelledError
     assert f"resume it with: agentrl train --resume 'run.dir={tmp_path}/a run'" in capsys.readouterr().out
+
+
+def test_a_closed_output_says_how_to_resume(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            RunStopped, match=rf"standard output was closed, .*\n  agentrl train --resume run\.dir={tmp_path}"
+        ),
+        _named_resume(tmp_path, None, None, Interrupt(print), make_console()),
+    ):
+        raise OutputClosedError(errno.EPIPE, "Broken pipe")
 
 
 def test_a_folder_that_is_removed_while_a_run_writes_to_it_is_named(tmp_path: Path) -> None:
