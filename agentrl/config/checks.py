@@ -387,6 +387,12 @@ def _self_play(config: Config) -> Iterator[str]:
             f"self_play.mix has {PAST}, and placement.mode={config.placement.mode}: engines of snapshots are not placed; set "
             f"placement.mode=separate, or leave out {PAST}"
         )
+    keep, staleness = config.self_play.pool.keep, config.asynchronous.max_staleness
+    if config.self_play.snapshot_engines > keep + staleness:
+        yield (
+            f"self_play.engines={config.self_play.engines} with self_play.pool.keep={keep} and async.max_staleness={staleness}: "
+            f"an engine plays one snapshot in a step, and there are {keep + staleness} at most; set self_play.engines to that"
+        )
     if config.sources:
         yield f"self_play with sources ({', '.join(config.sources)}): a run with self-play has one environment; leave out one"
     agent = config.rollout.agent

@@ -38,6 +38,8 @@ class RoleConfig(Section):
         named = [f"{key}={value}" for key, value in players.items() if value is not None]
         if len(named) > 1:
             raise ValueError(f"{' and '.join(named)}: a role has one player; leave out all but one")
+        if named and not self.train and self.policy is None:
+            raise ValueError(f"train=false with {named[0]}, which is never trained; leave out train")
         if self.program is not None and (self.player is not None or endpoint is not None):
             raise ValueError(f"program with {named[0]}: the model of a program is a policy; leave out one")
         return self

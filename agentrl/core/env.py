@@ -70,8 +70,11 @@ def _field_fault(message: Message) -> str:
 
 def tools_fault(tools: object) -> str:
     """Return what is wrong with the `EnvBase.tools` of an environment, in one line; empty if nothing is."""
-    is_valid = isinstance(tools, Sequence) and all(isinstance(tool, Tool) for tool in tools)
-    return "" if is_valid else f"tools must be a tuple of Tools, which @agentrl.tool makes, not {tools!r:.160}"
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Tool) for tool in tools):
+        return f"tools must be a tuple of Tools, which @agentrl.tool makes, not {tools!r:.160}"
+    names = [tool.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    return "" if twice is None else f"tools has two tools of the name {twice!r}, and calls say only the name"
 
 
 def _short(value: object) -> str:

@@ -322,9 +322,11 @@ def env_class_fault(cls: type[EnvBase], *, needs_step: bool = True) -> str:
             if hasattr(AsyncEnv, f"a{name}") and issubclass(cls, Env):
                 remedy = f"define async a{name} in a subclass of agentrl.AsyncEnv"
             return f"defines {name} as a coroutine, which is not awaited; {remedy}"
+    for name in ("registered_tools", "tasks", "configured_tasks"):
+        if inspect.isfunction(inspect.getattr_static(cls, name)):
+            return f"defines {name} without @classmethod"
     for name in ("areset", "astep", "atruncate", "aclose"):
-        method = getattr(cls, name, None)
-        if issubclass(cls, AsyncEnv) and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+        if issubclass(cls, AsyncEnv) and not inspect.iscoroutinefunction(inspect.unwrap(getattr(cls, name))):
             return f"defines {name} as no coroutine, and it is awaited; write async def {name}, without yield"
     if not needs_step:
         return ""

@@ -42,6 +42,17 @@ class Task:
     """JSON-able facts about the task, such as ``{"hops": 2, "corpus": "train"}``. ``sandbox_image`` is for agentrl: see
     `Task.sandbox_image`."""
 
+    def __post_init__(self) -> None:
+        """Check that the id is a text, and the prompt messages of texts; a list becomes a tuple."""
+        if not isinstance(self.id, str):
+            raise ValueError(f"Task takes a str as its id, not {self.id!r:.100}")
+        if isinstance(self.prompt, list):
+            object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not isinstance(self.prompt, tuple) or not all(
+            isinstance(message, Message) and isinstance(message.content, str) for message in self.prompt
+        ):
+            raise ValueError(f"Task {self.id!r:.100} takes a tuple of Messages with texts, not {self.prompt!r:.100}")
+
     @property
     def question(self) -> str:
         """The text of the last prompt message."""

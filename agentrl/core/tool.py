@@ -7,6 +7,7 @@ import dis
 import inspect
 import json
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,7 +182,9 @@ class Tool:
     def _as_result(self, call: ToolCall, answer: object) -> ToolResult:
         """Return a result or a text as it is, and anything else as JSON."""
         if isinstance(answer, ToolResult):
-            return answer
+            if not isinstance(answer.content, str):
+                raise TypeError(f"{self.name} must return a ToolResult with a str as its content, not {answer!r:.100}")
+            return replace(answer, status=ToolStatus(answer.status))
         if isinstance(answer, str):
             return ToolResult(call.id, ToolStatus.OK, answer)
         if isinstance(answer, Iterator):  # it may never end, or wait
@@ -243,6 +246,8 @@ def tool(
         TypeError: ``timeout_s`` is no time, or no call could fit: a parameter has no type hint, or a type or a schema that JSON
             cannot say.
     """
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise TypeError(f"@tool: parameters={parameters!r:.100} is no JSON Schema, which is a dict")
     if not (isinstance(timeout_s, int | float) and 0 < timeout_s <= MAX_SECONDS):
         raise TypeError(f"@tool: timeout_s={timeout_s!r} is no number of seconds above 0, and at most {MAX_SECONDS:g}")
 
@@ -256,11 +261,17 @@ def tool(
         else:
             schema, convert = dict(parameters), conversion(function)
         function_label = function_name(function)
+        tool_name = function_label if name is None else name
+        if not isinstance(tool_name, str) or not re.fullmatch(r"[\w.:/-]+", tool_name):
+            raise TypeError(
+                f"@tool: the name {tool_name!r:.100} of {function_label} must be letters, digits and _ - . : / alone: formats of "
+                "calls write names without quotes"
+            )
         if problem := schema_problem(schema):
             raise TypeError(f"{function_label}: {problem}")
         _check_names(function, schema)
         description = tool_description(inspect.getdoc(definition(function)) or "")
-        return Tool(name or function_label, description, schema, function, timeout_s, convert=convert)
+        return Tool(tool_name, description, schema, function, timeout_s, convert=convert)
 
     return wrap if function is None else wrap(function)
 

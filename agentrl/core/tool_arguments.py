@@ -71,7 +71,7 @@ def function_schema(function: Function) -> tuple[Schema, Convert]:
     adapter = _arguments_adapter(function)
     try:
         schema = adapter.json_schema(schema_generator=_WithoutTitles)
-    except PydanticUserError as error:
+    except (PydanticUserError, PydanticSerializationError) as error:
         raise TypeError(f"{function_name(function)}: JSON cannot say its arguments: {_first_line(error)}") from error
     defaults = {"type": "object", "properties": {}, "required": []}  # in the order in which the policy reads them
     schema = defaults | schema

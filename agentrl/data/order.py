@@ -32,7 +32,7 @@ class TaskOrder(DataSource):
 
     def __init__(self, tasks: Sequence[Task], seed: int) -> None:
         super().__init__(tasks, seed)
-        assert len(tasks) > 0, "preflight refuses empty splits"
+        assert len(tasks) > 0, "check_not_empty refuses empty splits"
         self._position = 0
         """Tasks taken since the run's start."""
         self._taken: dict[str, int] = {}

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from inspect import getattr_static
 from typing import Any, Literal
 
 import orjson
@@ -111,7 +112,7 @@ def _open(config: Config) -> TaskSet:
     if config.rollout.agent.brings_tasks:
         return NoTasks()
     cls = env_class(config.env.name)
-    if all(getattr(cls, name).__func__ is getattr(EnvBase, name).__func__ for name in ("tasks", "configured_tasks")):
+    if all(getattr_static(cls, name) is getattr_static(EnvBase, name) for name in ("tasks", "configured_tasks")):
         names = ", ".join(f"--config {name}" for name in training_configs(config.env.name))
         raise ConfigError(
             f"env.name={config.env.name} has no tasks: set data.path to a file of prompts, or tasks.name to "
@@ -297,6 +298,24 @@ def count_epochs(config: Config, splits: Mapping[str, Split]) -> Epochs | None:
             "would be full; lower rollout.batch_size, or raise train.epochs"
         )
     return counted
+
+
+def check_not_empty(config: Config, splits: Mapping[str, Split]) -> None:
+    """Check that the splits to take tasks from have some.
+
+    Raises:
+        ConfigError: one is empty.
+    """
+    for name, source_config in config.by_source().items():
+        if split_size(splits[name]) != 0:
+            continue
+        with errors_name_source(name):
+            if source_config.data.eval_path is not None:
+                raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
+            taskset = f"tasks.name={source_config.tasks.name}"
+            if source_config.tasks.name is None:
+                taskset = f"env.name={source_config.env.name}"
+            raise ConfigError(f"{taskset}: the split is empty; tasks.train_split and tasks.eval_split choose one")
 
 
 def make_order(config: Config, splits: Mapping[str, Split]) -> DataSource:

@@ -39,7 +39,10 @@ def offered_tools(env: EnvBase, served: Mapping[str, Tool]) -> tuple[Tool, ...]:
     if fault := tools_fault(tools):
         raise EnvironmentFailure(f"{type(env).__name__}.{fault}")
     own_tools = (served.get(tool.name, tool) if tool.server else tool for tool in tools)
-    return (*own_tools, *(tool for tool in served.values() if tool.server in env.offered_servers))
+    offered = (*own_tools, *(tool for tool in served.values() if tool.server in env.offered_servers))
+    if fault := tools_fault(offered):
+        raise EnvironmentFailure(f"{type(env).__name__}, with the tools of its offered_servers: {fault}")
+    return offered
 
 
 @dataclass(frozen=True, slots=True)

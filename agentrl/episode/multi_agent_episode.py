@@ -33,8 +33,8 @@ _ANY = 2**31
 """Limit of the tokens of a model that is not the run's: its endpoint has one."""
 
 
-def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
-    """Return the scripted player of a name in ``env.players``, or of ``path/to/file.py:Class``.
+def player_factory(env: MultiAgentEnv, name: str, key: str = "env.roles") -> PlayerFactory:
+    """Return the scripted player of a name in ``env.players``, or of ``path/to/file.py:Class``; ``key`` as in `load_player`.
 
     Raises:
         ConfigError: there is none.
@@ -42,8 +42,8 @@ def player_factory(env: MultiAgentEnv, name: str) -> PlayerFactory:
     if name in env.players:
         return env.players[name]
     if not is_reference(name):
-        raise unknown_name(f"player of {type(env).__name__}", name, sorted(env.players), "env.roles")
-    return load_player(name)
+        raise unknown_name(f"player of {type(env).__name__}", name, sorted(env.players), key)
+    return load_player(name, key)
 
 
 def load_player(name: str, key: str = "env.roles") -> PlayerFactory:

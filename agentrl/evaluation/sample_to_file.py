@@ -23,7 +23,15 @@ from agentrl.core.errors import ConfigError, RunStopped
 from agentrl.core.task import task_source_name
 from agentrl.core.types import Rollout
 from agentrl.data.jobs import TaskJobs
-from agentrl.data.task_sources import MixedOrder, Split, make_order, open_tasks, read_splits, split_size
+from agentrl.data.task_sources import (
+    MixedOrder,
+    Split,
+    check_not_empty,
+    make_order,
+    open_tasks,
+    read_splits,
+    split_size,
+)
 from agentrl.evaluation.evaluate import SetResult
 from agentrl.evaluation.evaluate_policy import check_policy, open_policy
 from agentrl.evaluation.metrics import compute_metrics
@@ -77,6 +85,7 @@ def check_plan(config: Config, plan: SamplePlan) -> None:
     check_tools(config)
     check_policy(config)
     splits = read_splits(config, open_tasks(config), plan.split)
+    check_not_empty(config, splits)
     _check_number(plan, splits, make_order(config, splits))
 
 

@@ -38,7 +38,7 @@ def make_lineup(config: Config, frozen: Mapping[str, Sampler] = MappingProxyType
         if name not in {*roles, *roles.values()}:
             raise unknown_name(f"role of {episodes}", name, {*roles, *roles.values()}, "env.roles")
         if role.player is not None:
-            _check_player(config, role.player)
+            _check_player(config, role.player, f"env.roles.{name}.player")
             fixed.append(role.player)
         elif role.endpoint is not None:
             fixed.append(role.endpoint.model)
@@ -52,18 +52,18 @@ def make_lineup(config: Config, frozen: Mapping[str, Sampler] = MappingProxyType
     return lineup
 
 
-def _check_player(config: Config, name: str) -> None:
-    """Check that there is a scripted player.
+def _check_player(config: Config, name: str, key: str) -> None:
+    """Check that there is a scripted player, which the configuration key ``key`` names.
 
     Raises:
         ConfigError: there is none.
     """
     if config.rollout.agent.setting is not None:
-        load_player(name)
+        load_player(name, key)
         return
     env = make_any_env(config.env.name, config.env.options)
     assert isinstance(env, MultiAgentEnv), "it has several agents"
-    player_factory(env, name)
+    player_factory(env, name, key)
 
 
 def _check_trained(config: EnvConfig, roles: Mapping[str, str], lineup: Lineup, episodes: str) -> None:

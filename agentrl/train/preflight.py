@@ -34,13 +34,13 @@ from agentrl.data.rows import check_file
 from agentrl.data.task_sources import (
     Split,
     TaskSources,
+    check_not_empty,
     count_epochs,
     errors_name_source,
     make_order,
     open_tasks,
     read_splits,
     split_contents,
-    split_size,
 )
 from agentrl.evaluation.own_function import load_evaluation
 from agentrl.evaluation.sets import EvalTasks, check_goals, load_eval_tasks
@@ -191,15 +191,9 @@ def _tasks_to_check(split: Split) -> Iterable[Task]:
 def _train_tasks(config: Config, tasks: TaskSources) -> dict[str, Split]:
     """Return the tasks of each source to train on, which the data source takes."""
     splits = read_splits(config, tasks)
+    check_not_empty(config, splits)
     for name, source_config in config.by_source().items():
         with errors_name_source(name):
-            empty = split_size(splits[name]) == 0
-            if empty and source_config.data.eval_path is not None:
-                raise ConfigError("there is nothing to train on: set data.path in addition to data.eval_path")
-            if empty:
-                raise ConfigError(
-                    f"tasks.name={source_config.tasks.name}: the split {source_config.tasks.train_split!r} is empty"
-                )
             split = splits[name]
             check_labels(source_config.reward, _tasks_to_check(split))
             check_task_folders(_tasks_to_check(split), config.containers)

@@ -61,6 +61,11 @@ def test_what_is_no_function_is_named() -> None:
     for seconds in (0, -1, 1e300, float("nan"), "5"):
         with pytest.raises(TypeError, match=r"@tool: timeout_s=.* is no number of seconds above 0, and at most 1e\+09"):
             tool(timeout_s=seconds)  # type: ignore[call-overload]
+    for name in ("my tool", "", "<tool_call>", 5):
+        with pytest.raises(TypeError, match=rf"@tool: the name {name!r} of plain must be letters, digits and _ "):
+            tool(name=name)(plain)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"@tool: parameters='a' is no JSON Schema"):
+        tool(parameters="a")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"@tool wants a function, not 'add'"):
         tool("add")  # type: ignore[call-overload]
 
@@ -352,6 +357,18 @@ def test_what_a_docstring_says_of_parameters_is_in_the_schema(docstring: str) ->
     assert descriptions == {"word": "The word: any language.", "limit": "How many.", "other": "first"}
 
 
+class Marker(enum.Enum):
+    END = object()
+
+
+def test_a_result_has_a_text_and_a_status() -> None:
+    result = answer(ToolResult("c", "ok", "yes"))  # type: ignore[arg-type]
+    assert result == ToolResult("c", ToolStatus.OK, "yes")
+    assert result.status is ToolStatus.OK
+    for wrong in (ToolResult("c", ToolStatus.OK, 5), ToolResult("c", "fine", "yes")):  # type: ignore[arg-type]
+        assert answer(wrong).status is ToolStatus.ERROR
+
+
 def test_a_function_that_no_call_could_fit_is_refused() -> None:
     async def positional(a: int, /) -> None: ...
     async def several(*a: int) -> None: ...
@@ -360,9 +377,10 @@ def test_a_function_that_no_call_could_fit_is_refused() -> None:
     async def callback(a: Callable[[int], int]) -> None: ...
     async def thread(a: threading.Thread) -> None: ...
     async def unpacked(**a: Unpack[Options]) -> None: ...
+    async def marker(a: Marker) -> None: ...
     async def plain(a: int) -> None: ...
 
-    for function in (positional, several, bare, unknown, callback, thread, unpacked):
+    for function in (positional, several, bare, unknown, callback, thread, unpacked, marker):
         with pytest.raises(TypeError, match=f"{function.__name__}: "):
             tool(function)
     schemas: list[dict[str, Any]] = [

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from agentrl.data.jobs import TaskJobs
 from agentrl.data.order import TaskOrder
 from agentrl.data.task_sources import (
     MixedOrder,
+    check_not_empty,
     errors_name_source,
     make_order,
     open_tasks,
@@ -130,6 +132,16 @@ def test_errors_name_the_source() -> None:
         read_splits(config, open_tasks(config))
     with pytest.raises(MissingError, match=r"^sources\.a: x\nsources\.a: y$"), errors_name_source("a"):
         raise MissingError("x\ny")
+
+
+def test_an_empty_split_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty_env.py").write_text(
+        "from agentrl import Env\nclass Empty(Env):\n    @staticmethod\n    def tasks(split, seed):\n        return ()\n"
+    )
+    name = f"{tmp_path}/empty_env.py:Empty"
+    config = load_config(None, [f"env.name={name}"])
+    with pytest.raises(ConfigError, match=rf"env\.name={name}: the split is empty; tasks\.train_split and "):
+        check_not_empty(config, read_splits(config, open_tasks(config)))
 
 
 class Corpora(TaskSet):

@@ -71,7 +71,13 @@ def test_frozen_roles_have_an_engine_that_is_not_placed_and_no_league(more, mess
     [
         ("search_r1", {"first": {}}, ConfigError, "env.name=search_r1 has one agent"),
         ("tictactoe", {"frist": {}}, UnknownNameError, "Did you mean 'first'"),
-        ("tictactoe", {"first": {"player": "minmax"}}, UnknownNameError, "Did you mean 'minimax'"),
+        ("tictactoe", {"first": {"player": "minmax"}}, UnknownNameError, r"\(env\.roles\.first\.player\).*'minimax'"),
+        (
+            "tictactoe",
+            {"first": {"player": "no.py:P"}},
+            ConfigError,
+            r"^env\.roles\.first\.player=no\.py:P: there is no file",
+        ),
         ("solver_critic", {"solver": {"train": False}, "critic": {"train": False}}, ConfigError, "trained in no role"),
     ],
 )
@@ -152,6 +158,12 @@ def test_self_play_and_roles_both_say_who_plays():
 def test_a_role_has_one_player():
     with pytest.raises(ValidationError, match="a role has one player"):
         EnvConfig.model_validate({"roles": {"a": {"player": "x", "endpoint": {"url": "http://u", "model": "m"}}}})
+
+
+@pytest.mark.parametrize("player", [{"player": "random"}, {"frozen": "initial"}])
+def test_only_a_policy_is_not_trained_by_choice(player):
+    with pytest.raises(ValidationError, match=r"train=false with .*, which is never trained; leave out train"):
+        EnvConfig.model_validate({"roles": {"a": {**player, "train": False}}})
 
 
 def program(*, reward="session", agents=("white", "black"), **more):

@@ -46,7 +46,7 @@ def ended(error: Exception) -> GroupEnded:
         frames: Any = Frames()
         server = RunnerServer(asyncio.StreamReader(), frames)
         server._services = Failing(error)  # type: ignore[assignment]
-        await server._run(RunGroup(4, [Job(Task("t7", "a question"), 0, "r")], 0, None, None))
+        await server._run(RunGroup(4, [Job(Task("t7", ()), 0, "r")], 0, None, None))
         frame = frames.written[-1]
         return pickle.loads(frame[8:])
 

@@ -213,6 +213,10 @@ def test_roles_that_exist_are_accepted(settings):
             "placement.mode=disaggregate",
             r"self_play\.mix has past, and placement\.mode=disaggregate: .*; set placement\.mode=separate",
         ),
+        (
+            "self_play.engines=11",
+            r"self_play\.engines=11 with self_play\.pool\.keep=10 .*, and there are 10 at most; set",
+        ),
     ],
 )
 def test_self_play_has_one_environment(setting, message):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl import AsyncEnv, Env, Message, Task, ToolCall, ToolCalls, ToolResults
+from agentrl import AsyncEnv, Env, Message, Task, ToolCall, ToolCalls, ToolResults, tool
 from agentrl.core.env import Step
 from agentrl.core.types import Action
 from agentrl.testing import ContractError, check_env, contract
@@ -59,6 +59,11 @@ class Guess(Env):
 
 async def awaits_by_mistake(self: Env, *arguments: Any, **options: Any) -> Any:
     return (), 0.0, True, False, {}
+
+
+@tool
+def look_up(name: str) -> str:
+    return name
 
 
 def refers_to_itself(self: Guess) -> dict[str, Any]:
@@ -154,6 +159,11 @@ def test_all_the_calls_are_answered_by_what_was_given() -> None:
             {"tools": [len]},
             r"Broken.tools must be a tuple of Tools, which @agentrl.tool makes, not \[<built-in function len>\]",
         ),
+        (
+            {"tools": (look_up, look_up)},
+            r"Broken.tools has two tools of the name 'look_up', and calls say only the name",
+        ),
+        ({"tasks": lambda self, split, seed: ()}, r"Broken defines tasks without @classmethod$"),
         ({"tools": None}, r"Broken.tools must be a tuple of Tools, which @agentrl.tool makes, not None"),
         ({"tools": property(raises)}, r"Broken.tools raised KeyError: 'x' \(test_check_env.py:\d+\)"),
         ({"stop": property(raises)}, r"Broken.stop raised KeyError: 'x' \(test_check_env.py:\d+\)"),
