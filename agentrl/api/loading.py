@@ -62,8 +62,9 @@ def load_resumed(folder: Path, settings: Sequence[Layer], rules: Sequence[Rule])
     from agentrl.train.resume import check_run_keys
 
     run_layers = saved_layers(folder)
-    layers = [*run_layers, *settings]
-    saved_config, config = load_layers(run_layers), load_environment(layers, rules)
+    saved_config = load_layers(run_layers)
+    layers = [*run_layers, *_moved_paths(folder, saved_config), *settings]
+    config = load_environment(layers, rules)
     check_run_keys(folder, recorded_keys(config))
     return Loaded(layers, config, folder, notes=_notes(run_layers, saved_config, config))
 
@@ -80,10 +81,29 @@ def load_fork(name: str, settings: Sequence[Layer], rules: Sequence[Rule]) -> Lo
 
     folder, step = find_fork(name)
     run_layers = saved_layers(folder)
-    layers = [*run_layers, Layer("fork", {"run": {"dir": None}}), *settings]
-    saved_config, config = load_layers(run_layers), load_environment(layers, rules)
+    saved_config = load_layers(run_layers)
+    layers = [*run_layers, Layer("fork", {"run": {"dir": None}}), *_moved_paths(folder, saved_config), *settings]
+    config = load_environment(layers, rules)
     fork = Fork.check(folder, step, recorded_keys(saved_config), recorded_keys(config), config.train.steps)
     return Loaded(layers, config, fork=fork, notes=_notes(run_layers, saved_config, config))
+
+
+def _moved_paths(folder: Path, saved_config: Config) -> list[Layer]:
+    """Return a layer with the path of the policy of a run's warm start, for keys with that of before the run was moved."""
+    from agentrl.train.warm_start import FOLDER
+
+    policy = folder.resolve() / FOLDER / "model"
+
+    def is_moved(path: str | None) -> bool:
+        return path is not None and Path(path).parts[-2:] == policy.parts[-2:] and not Path(path).exists()
+
+    moved: dict[str, object] = {}
+    if is_moved(saved_config.algo.reference):
+        moved["algo"] = {"reference": str(policy)}
+    roles = saved_config.env.roles.items()
+    if frozen := {role: {"frozen": str(policy)} for role, options in roles if is_moved(options.frozen)}:
+        moved["env"] = {"roles": frozen}
+    return [Layer(f"{folder}, which was moved", moved)] if moved and policy.is_dir() else []
 
 
 def _notes(run_layers: Sequence[Layer], saved_config: Config, config: Config) -> tuple[str, ...]:

@@ -104,6 +104,19 @@ def test_another_start_of_the_critic_is_refused_as_its_weights_are_the_checkpoin
         loaded("--resume", "algo.advantage.name=gae", "algo.critic.path=elsewhere")
 
 
+def test_a_run_that_was_moved_has_the_policy_of_its_warm_start_where_it_is_now(run: Path) -> None:
+    file, before = run / "config.yaml", "/before/runs/first/warm_start/model"
+    file.write_text(file.read_text().replace("  reference: null\n", f"  reference: {before}\n", 1))
+    assert loaded("--resume").config.algo.reference == before, "the run has no warm start"
+    policy = run.resolve() / "warm_start" / "model"
+    policy.mkdir(parents=True)
+    for words in (("--resume",), ("--fork", f"{run}@2")):
+        actual = loaded(*words)
+        assert actual.config.algo.reference == str(policy)
+        assert f"algo.reference: {before} → {policy}" in actual.notes
+    assert loaded("--resume", "algo.reference=mine").config.algo.reference == "mine"
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     """The content of all files of a run but the lock."""
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
