@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> None:
     console = make_console()
     with console.status("reading rollouts"):
         rollouts = read_rollouts(files.steps[step])
+    if not rollouts:
+        raise UserError(f"{files.steps[step]} has no rollouts")
     of_step = next((row for row in metrics if row.get("step") == step), {})
     reports = asyncio.run(check_functions(config, RecordedStep(files.folder, step, rollouts, of_step)))
     for report in reports:

@@ -80,6 +80,11 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: rows or tasks cannot be used; they are printed first.
     """
+    option, count, least = (
+        ("--limit", arguments.limit, 1) if arguments.action == "convert" else ("--rows", arguments.rows, 0)
+    )
+    if count is not None and count < least:
+        raise ConfigError(f"{option} {count}: at least {least} is needed")
     if arguments.action == "convert":
         _convert(arguments.path, arguments.out, arguments.limit)
     else:

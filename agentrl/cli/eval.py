@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentrl.api.evaluating import check_own_engine, checkpoint_layers
 from agentrl.api.settings import load_environment
-from agentrl.cli.options import add_config_arguments, command_line_layers, resolve_config
+from agentrl.cli.options import add_config_arguments, check_one_model, command_line_layers, resolve_config
 from agentrl.config.schema import Config
 from agentrl.core.atomic_files import write_atomically
 from agentrl.core.errors import ConfigError
@@ -112,6 +112,7 @@ def checkpoint_config(arguments: argparse.Namespace, console: Console) -> Config
     """Return the configuration of the command line, with ``--checkpoint`` that of the run, and the checkpoint as model."""
     if not arguments.checkpoint:
         return resolve_config(arguments)
+    check_one_model(arguments, f"--checkpoint {arguments.checkpoint}")
     use_run = not (arguments.env or arguments.config)
     run_config, layers = checkpoint_layers(arguments.checkpoint, use_run=use_run)
     if run_config is None:

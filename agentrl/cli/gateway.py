@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agentrl.api.settings import hardware_layer
-from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
+from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, check_one_model, command_line_layers
 from agentrl.config.layers import Layer, load_layers, merge_layers
 from agentrl.config.merging import Tree
 from agentrl.config.schema import Config
@@ -55,6 +55,7 @@ def gateway_config(arguments: argparse.Namespace) -> Config:
     from agentrl.models.load import read_max_positions
     from agentrl.models.resolve import resolve_model
 
+    check_one_model(arguments, f"--model {arguments.model}")
     path = checkpoint_model(arguments.model, "--model")
     layers = [hardware_layer(), *command_line_layers(arguments)]
     positions = read_max_positions(resolve_model(path, "--model")) or ENGINE_CONTEXT

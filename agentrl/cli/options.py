@@ -9,6 +9,7 @@ from agentrl.config.layers import Layer, load_layers
 from agentrl.config.load import parse_override
 from agentrl.config.merging import Tree, merge
 from agentrl.config.schema import Config
+from agentrl.core.errors import ConfigError
 
 COMMAND_LINE = "command line"
 """Origin of values from ``key=value`` and ``--env``."""
@@ -69,6 +70,17 @@ def command_line_layers(arguments: argparse.Namespace) -> list[Layer]:
         ConfigError: a file does not exist, or a setting does not parse.
     """
     return [*file_layers(arguments.config), Layer(COMMAND_LINE, _overrides(arguments))]
+
+
+def check_one_model(arguments: argparse.Namespace, option: str) -> None:
+    """Check that ``model.path`` is not set next to ``option``, which gives the model.
+
+    Raises:
+        ConfigError: it is.
+    """
+    for override in arguments.overrides:
+        if override.partition("=")[0].strip() == "model.path":
+            raise ConfigError(f"{option} with {override}: two models; leave out one")
 
 
 def _overrides(arguments: argparse.Namespace) -> Tree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, command_line_layers
+from agentrl.cli.options import COMMAND_LINE, add_plain_config_arguments, check_one_model, command_line_layers
 from agentrl.config.layers import Layer, merge_layers
 from agentrl.obs.console import make_console
 from agentrl.planner.engine import MEMORY_GIB, Gpus
@@ -24,6 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     layers = command_line_layers(arguments)
     if arguments.model is not None:
+        check_one_model(arguments, f"--model {arguments.model}")
         layers.append(Layer(COMMAND_LINE, {"model": {"path": arguments.model}}))
     plan = make_plan(layers, Gpus.parse(arguments.gpus, arguments.gpu))
     make_console().print("\n".join(report(plan, merge_layers(layers))), soft_wrap=True)

@@ -198,6 +198,8 @@ def select(run: RunFiles, filters: Filters, most: int) -> Selection:
     total = run.count(run.steps)
     steps = run.within(filters)
     matching_rollouts = run.count(steps)
+    if not matching_rollouts:
+        raise run.no_rollouts(filters)
     notes = [f"Only {', '.join(filters.words())}."] if filters.words() else []
     if not filters.by_content:
         if not most or matching_rollouts <= most:
