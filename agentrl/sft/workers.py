@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 
 _MODULES = ("agentrl.sft.batches", "agentrl.sft.demonstrations", "agentrl.sft.chats", "agentrl.render.registry")
@@ -18,6 +18,7 @@ def worker_processes() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_MODULES))
     # Ctrl-C in a terminal reaches the server, too, which would end in a traceback while it imports.
+    resource_tracker.ensure_running()  # the server starts it otherwise, and that unblocks the signal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()

@@ -4,6 +4,8 @@ import asyncio
 import json
 import pickle
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -188,6 +190,17 @@ def test_workers_change_nothing() -> None:
         return [micro.token_ids_L.tolist() for batch in actual_batches for [micro] in batch.micro]
 
     assert ids(0) == ids(2)
+
+
+def test_ctrl_c_is_not_for_the_server_of_the_workers() -> None:
+    """In a process without a server."""
+    code = (
+        "from agentrl.sft.workers import worker_processes\nfrom multiprocessing import forkserver\nworker_processes()\n"
+        "print(open(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read())"
+    )
+    status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+    assert blocked >> (signal.SIGINT - 1) & 1
 
 
 def test_a_worker_process_that_dies_ends_the_run_with_its_key() -> None:
