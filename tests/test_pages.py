@@ -3,7 +3,8 @@
 import os
 import re
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import preloaded
 import pytest
@@ -11,11 +12,13 @@ from pydantic import BaseModel
 
 import agentrl
 import agentrl.testing
+from agentrl.config.load import load_config
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig
 from agentrl.core.errors import ConfigError
 from agentrl.core.registry import GROUPS
 from agentrl.data.file_tasks import read_tasks
+from agentrl.data.task_sources import open_tasks, read_splits
 from tests.test_readme import example
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +143,18 @@ def test_examples_of_guides_run(tmp_path: Path) -> None:
     words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "."]
     done = preloaded.run("pytest:console_main", words, cwd=tmp_path, env=dict(os.environ), timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_reward_of_the_page_on_python_fits_the_tasks_of_its_run() -> None:
+    code = re.search(r"```python\n(.*?)run = ", (ROOT / "docs" / "how_to" / "python.md").read_text(), re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {}
+    exec(code[1], names)
+    config = load_config(None, ["tasks.name=multihop"])
+    [task, *_] = read_splits(config, open_tasks(config))[""]
+    assert isinstance(task, agentrl.Task)
+    wrong, right = (SimpleNamespace(label=task.answer, response=text) for text in ("", f"It is {task.answer[0]}."))
+    assert (names["score"](wrong), names["score"](right)) == (0.0, 1.0)
 
 
 def test_refusals_of_data_files_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
