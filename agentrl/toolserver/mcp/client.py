@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import jsonschema
 import mcp.types as types
 
 from agentrl.config.base import Section
@@ -19,6 +18,7 @@ from agentrl.core.errors import ConfigError, MissingError, ToolFailure
 from agentrl.core.extras import require
 from agentrl.core.images import IMAGE_MARK, Image, without_marks
 from agentrl.core.tool import Tool
+from agentrl.core.tool_arguments import schema_problem
 from agentrl.core.types import ToolCall, ToolResult, ToolStatus
 from agentrl.core.user_code import TimeLimitExceeded
 from agentrl.toolserver.hosted_tool import HostedTool, ToolSession
@@ -162,10 +162,8 @@ class McpTool(HostedTool):
         self._source = source
         self._remote_name = tool.name
         name = source.options.prefix + tool.name
-        try:
-            jsonschema.Draft202012Validator.check_schema(tool.input_schema)
-        except jsonschema.SchemaError as error:
-            raise ConfigError(f"{source.key}: the schema of tool {tool.name!r} is invalid: {error.message}") from None
+        if problem := schema_problem(tool.input_schema):
+            raise ConfigError(f"{source.key}: no call of the tool {tool.name!r} could fit: {problem}")
         description = tool.description or tool.title or f"{tool.name} of {source.key}"
         super().__init__(Tool(name, description, tool.input_schema, timeout_s=source.options.timeout_s))
 

@@ -95,10 +95,15 @@ class McpOptions(Section):
         """
         if bool(self.command) == bool(self.url):
             raise ConfigError(
-                f"{key}: set either command or url of the MCP server; in a run, register a McpService with it (docs/tools.md)"
+                f"{key}: set either command or url of the MCP server; in a run, register a McpService with it "
+                "(docs/how_to/tools.md)"
             )
         if self.url and urlsplit(self.url).scheme not in ("http", "https"):
             raise ConfigError(f"{key}.url={self.url}: write http://HOST:PORT/mcp")
+        try:
+            self.argv()
+        except ValueError as error:  # the command may hold secrets
+            raise ConfigError(f"{key}.command has no words as a shell reads them: {error}") from None
         if self.command and shutil.which(self.argv()[0]) is None:
             raise MissingError(f"{key}.command={self.display_name()}: there is no program {self.argv()[0]!r} here")
 
@@ -236,4 +241,7 @@ def _describe_error(error: BaseException) -> str:
     """Return the first error of nested exception groups, as text."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    if isinstance(error, ValidationError):  # of what the server has sent
+        first = error.errors(include_url=False)[0]
+        return f"{error.title} does not fit the protocol: {'.'.join(map(str, first['loc']))}: {first['msg']}"
     return f"{type(error).__name__}: {error}".removesuffix(": ")

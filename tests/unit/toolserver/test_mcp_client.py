@@ -227,6 +227,7 @@ def test_the_log_says_that_a_command_is_not_sandboxed(caplog: pytest.LogCaptureF
         ({}, ConfigError, "tools.files: set either command or url"),
         ({"command": "a", "url": "http://b"}, ConfigError, "set either command or url"),
         ({"url": "localhost:8300/mcp"}, ConfigError, "write http://HOST:PORT/mcp"),
+        ({"command": "python --token 'a"}, ConfigError, "tools.files.command has no words .*: No closing quotation$"),
         ({"command": "no-such-program --x"}, MissingError, "there is no program 'no-such-program' here"),
         ({"command": "true"}, MissingError, r"the MCP server true \(tools.files\) does not answer"),
         ({"command": "sleep 60", "start_timeout_s": 0.3}, MissingError, "does not answer: TimeoutError"),
@@ -246,9 +247,19 @@ def test_messages_hold_nothing_secret() -> None:
 
 
 def test_a_schema_that_is_none_is_refused() -> None:
-    tool = types.Tool(name="odd", input_schema={"type": "object", "properties": {"a": {"type": "strange"}}})
-    with pytest.raises(ConfigError, match="the schema of tool 'odd' is invalid"):
-        McpTool(McpSource(McpOptions(url="http://x"), "tools.x"), tool)
+    for schema in ({"type": "strange"}, {"$ref": "#/nowhere"}):
+        tool = types.Tool(name="odd", input_schema={"type": "object", "properties": {"a": schema}})
+        with pytest.raises(ConfigError, match=r"tools\.x: no call of the tool 'odd' could fit: its JSON Schema "):
+            McpTool(McpSource(McpOptions(url="http://x"), "tools.x"), tool)
+
+
+def test_a_list_that_is_none_is_named(tmp_path: Path) -> None:
+    server = (HERE / "bare_mcp_server.py").read_text().replace('"name": name, ', "")
+    (tmp_path / "server.py").write_text(server)
+    with pytest.raises(
+        MissingError, match=r"answer: ListToolsResult does not fit the protocol: tools\.0\.name: Field required$"
+    ):
+        FilesService().create_tools(McpOptions(command=(sys.executable, str(tmp_path / "server.py"))))
 
 
 def test_long_results_are_cut_and_empty_ones_are_told() -> None:
