@@ -77,7 +77,7 @@ class _Threaded(Generic[E]):
     def number(self, value: object, name: str) -> float:
         """Return a value of the environment as a number; `EnvironmentFailure` if it is not a finite one."""
         try:
-            number = float(value)  # type: ignore[arg-type]
+            number = math.nan if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):

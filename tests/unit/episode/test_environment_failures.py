@@ -171,6 +171,7 @@ def returning(first: Any = None, then: Any = None) -> type[Env]:
             (NEXT, 0.0, np.zeros(2) > 0, False, {}),
             "Returning.step returned terminated=array([False, False]), which",
         ),
+        (None, (NEXT, "1.0", False, False, {}), "Returning: the reward is '1.0', not a finite number"),
         (None, (NEXT, 0.0, False, None, {}), "Returning.step returned truncated=None, which must be a bool"),
         (
             None,
