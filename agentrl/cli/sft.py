@@ -41,9 +41,9 @@ def run(arguments: argparse.Namespace) -> None:
         make_console(stderr=True).print("\n".join(lines), soft_wrap=True)
         return
     if config.sft.workers:
-        from agentrl.sft.workers import worker_processes
+        from agentrl.sft.workers import sft_processes
 
-        worker_processes()
+        sft_processes()
     from agentrl.sft.run import sft
 
     sft(config, note=partial(print_message, make_console()), resumed=resumed)

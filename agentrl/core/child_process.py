@@ -23,6 +23,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Self
 
@@ -118,6 +120,23 @@ def exit_with_main_process() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=wait_and_end, name="exit-with-main-process", daemon=True).start()
+
+
+def worker_processes(modules: Sequence[str]) -> ForkServerContext:
+    """Return the context of `multiprocessing` for data workers, and start its server, which imports ``modules``, unless it runs.
+
+    This process has threads: if it were forked, a worker could hang in a lock that a thread held.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*modules])
+    # Ctrl-C in a terminal reaches the server, too, which would end in a traceback while it imports.
+    resource_tracker.ensure_running()  # the server starts it otherwise, and that unblocks the signal
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return context
 
 
 def init_worker_process(worker: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, get_arg
 
 from agentrl.config.model import ModelConfig, RenderConfig
 from agentrl.config.tasks import DataConfig
-from agentrl.core.child_process import init_worker_process
+from agentrl.core.child_process import init_worker_process, worker_processes
 from agentrl.core.errors import AgentrlError, ConfigError, ConversationError, DataError, unknown_name
 from agentrl.core.imports import is_reference, load_object
 from agentrl.core.task import Task
@@ -439,9 +439,7 @@ class OrderedRows(Generic[Result]):
         import torch
         from torch.utils.data import DataLoader
 
-        # This process has threads: a forked one could hang in a lock that a thread held.
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload([__name__, "torch"])  # imported once, not by each worker
+        processes = worker_processes([__name__, "torch"])  # imported once, not by each worker
         self._worker.at = processes.RawArray("q", 2 * self._workers)
         children = multiprocessing.active_children()
         batches = iter(

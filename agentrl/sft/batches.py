@@ -17,7 +17,7 @@ from agentrl.core.child_process import init_worker_process
 from agentrl.core.errors import DataError
 from agentrl.learner.registry import make_backend
 from agentrl.sft.base import SftData, StepRows
-from agentrl.sft.workers import worker_processes
+from agentrl.sft.workers import sft_processes
 
 
 def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[GlobalBatch]:
@@ -34,7 +34,7 @@ def batches(config: Config, data: SftData, first_step: int = 0) -> Iterator[Glob
         batch_size=None,
         collate_fn=Packer(config, data.renderer.pad_token_id),
         num_workers=workers,
-        multiprocessing_context=worker_processes() if workers else None,
+        multiprocessing_context=sft_processes() if workers else None,
         worker_init_fn=init_worker_process if workers else None,
         generator=torch.Generator(),  # the default one is the run's
     )

@@ -195,7 +195,7 @@ def test_workers_change_nothing() -> None:
 def test_ctrl_c_is_not_for_the_server_of_the_workers() -> None:
     """In a process without a server."""
     code = (
-        "from agentrl.sft.workers import worker_processes\nfrom multiprocessing import forkserver\nworker_processes()\n"
+        "from agentrl.sft.workers import sft_processes\nfrom multiprocessing import forkserver\nsft_processes()\n"
         "print(open(f'/proc/{forkserver._forkserver._forkserver_pid}/status').read())"
     )
     status = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
