@@ -19,6 +19,7 @@ EMBEDDED_CONTEXT = 4096
 """Most tokens of a conversation with the embedded engine, unless ``sampler.embedded.context`` is set."""
 ENGINE_CONTEXT = 32_768
 """Most tokens of a conversation with another engine, unless ``rollout.max_tokens`` is set."""
+PORT = 8100
 RESERVE = 8
 """Tokens of an engine's context that are left to it."""
 
@@ -28,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="a run's folder, a checkpoint, a model folder, or a model's name"
     )
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen on; others than the loopback want a token")
-    parser.add_argument("--port", type=int, default=8100, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--host", help=f"address to listen on, {LOOPBACK} by default; others than the loopback want a token"
+    )
+    parser.add_argument("--port", type=int, help=f"port to listen on, {PORT} by default; 0 takes a free one")
     parser.add_argument(
         "--out", type=Path, help="write the sessions to this .jsonl or .parquet, which agentrl view reads"
     )
@@ -62,7 +65,8 @@ def gateway_config(arguments: argparse.Namespace) -> Config:
     tokens = ENGINE_CONTEXT
     with suppress(AttributeError, TypeError, ValueError):  # a value of another type, which load_layers refuses
         tokens = _context(merge_layers(layers), positions)
-    agent = {"host": arguments.host, "port": arguments.port, "reward": "session"}
+    address = {"host": arguments.host, "port": arguments.port}
+    agent = {"reward": "session", **{key: value for key, value in address.items() if value is not None}}
     limits: Tree = {
         "rollout": {
             "max_turns": 100_000,
@@ -70,6 +74,7 @@ def gateway_config(arguments: argparse.Namespace) -> Config:
             "max_seconds": 1e8,
             "concurrency": 64,
             "runners": 0,
+            "agent": {"host": LOOPBACK, "port": PORT},
             "failure": {"sampler": "drop", "agent": "drop", "task": "drop"},
         },
         "sampler": {"max_new_tokens": max(1, tokens // 2), "embedded": {"context": tokens, "slots": 4}},

@@ -101,3 +101,15 @@ def test_a_conversation_may_be_as_long_as_engine_and_model_take(settings: list[s
     parser = build_parser("gateway")
     config = gateway_config(parser.parse_args(["gateway", "--model", "multihop-warm", *settings]))
     assert config.rollout.max_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("words", "port"),
+    [([], 8100), (["rollout.agent.port=0"], 0), (["rollout.agent.port=0", "--port=9000"], 9000)],
+    ids=["default", "key", "option"],
+)
+def test_the_port_is_that_of_the_option_or_else_of_the_key(words: list[str], port: int) -> None:
+    parser = build_parser("gateway")
+    config = gateway_config(parser.parse_args(["gateway", "--model", "multihop-warm", *words]))
+    assert config.rollout.agent is not None
+    assert (config.rollout.agent.host, config.rollout.agent.port) == ("127.0.0.1", port)
