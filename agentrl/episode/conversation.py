@@ -36,6 +36,8 @@ from agentrl.episode.state import PROMPT_END, EpisodeState, TurnEnd
 from agentrl.obs.waiting import waiting
 
 _log = logging.getLogger(__name__)
+_CHARACTERS_PER_TOKEN = 16
+"""More than texts have on average."""
 
 
 class BaseConversation(ABC):
@@ -266,7 +268,7 @@ class Conversation(BaseConversation):
         A ``stop_reason`` of ``MAX_TOKENS`` is cleared, since the old context no longer counts.
         """
         state = self.state
-        prompt = self._renderer.render(messages, self.tools)
+        prompt = self._renderer.render(self._cut_to_fit(messages), self.tools)
         state.messages = list(messages)
         state.prompt_ids, state.images, state.added, state.fork = prompt.token_ids, prompt.images, None, reason
         self._generation = self._finish_reason = None
@@ -333,9 +335,10 @@ class Conversation(BaseConversation):
         state.messages.extend((action, *new))
         if over:
             return
-        added = renderer.bridge(state.messages[: len(state.messages) - len(new)], generation.token_ids, new, self.tools)
+        history, new = state.messages[: len(state.messages) - len(new)], self._cut_to_fit(new)
+        added = renderer.bridge(history, generation.token_ids, new, self.tools)
         if isinstance(added, Fork):
-            prompt = renderer.render(state.messages, self.tools)
+            prompt = renderer.render((*history, *new), self.tools)
             state.prompt_ids, state.images, state.added = prompt.token_ids, prompt.images, None
             state.fork = added.reason
         else:
@@ -352,6 +355,22 @@ class Conversation(BaseConversation):
             await self._sampler.close_session(self.state.episode_id)
         except AgentrlError as error:
             _log.warning("session %s was not closed: %s", self.state.episode_id, error)
+
+    def _cut_to_fit(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages, of whose texts those that fill the context alone are cut behind that.
+
+        No turn follows such a prompt, and to encode the output of a tool of 50 MB would stop all episodes for a minute.
+        """
+        limit = self._context.limits.max_tokens
+
+        def cut(message: Message) -> Message:
+            text = message.content[: _CHARACTERS_PER_TOKEN * limit]
+            if message.images or len(message.content) < 2 * len(text):
+                return message
+            fits = len(self._renderer.render((Message("user", text),)).token_ids) <= limit
+            return message if fits else replace(message, content=text)
+
+        return tuple(map(cut, messages))
 
     def _sampling_params(self, room: int, stop: Sequence[str], request_id: str) -> SamplingParams:
         sampling, end_tokens = self._context.sampling, self._renderer.end_token_ids

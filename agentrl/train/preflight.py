@@ -22,7 +22,7 @@ from agentrl.config.runners import agent_elsewhere, concurrent_episodes, describ
 from agentrl.config.schema import Config
 from agentrl.config.tasks import DataConfig, EnvConfig
 from agentrl.containers.task_needs import check_task_folders
-from agentrl.core.errors import ConfigError, MissingError
+from agentrl.core.errors import ConfigError, MissingError, ModelError
 from agentrl.core.multi_agent_env import MultiAgentEnv
 from agentrl.core.registry import env_class
 from agentrl.core.task import MadeTasks, Task
@@ -50,7 +50,7 @@ from agentrl.models.load import read_max_positions, read_rope_limit, read_routin
 from agentrl.models.reference_policy import CRITIC_KEY, check_frozen, check_reference, resolve_critic, resolve_reference
 from agentrl.models.resolve import has_chat_template, model_contents, resolve_model
 from agentrl.models.shipped_architectures import shipped_architecture
-from agentrl.models.weight_files import WeightFiles
+from agentrl.models.weight_files import INDEX, SINGLE, WeightFiles
 from agentrl.planner.training_summary import describe_memory, describe_model, describe_training
 from agentrl.rewards.grader import check_labels, label_warning
 from agentrl.runtime.checks import check_engine, check_episodes, check_packages
@@ -288,6 +288,8 @@ def _check_model(config: Config, unmet: list[str], *, fetch: bool) -> Path | Non
                 )
         check_context(config, read_max_positions(model))
         files = WeightFiles(model, "model.path")  # refuses weights of a dtype that cannot be read
+        if not files.specs() and not any(model.glob("pytorch_model*.bin")):
+            raise ModelError(f"model.path={config.model.path}: {model} has no weights: neither {SINGLE} nor {INDEX}")
         check_precision(config, model, files)
         if config.algo.replays_routing:
             read_routing(model)

@@ -133,6 +133,7 @@ MISTAKES = {
     "reward.on_error=ignore": "reward.on_error='ignore'",
     "rollout.generate=my_rewards.py:play": "rollout.generate=my_rewards.py:play: my_rewards.py has no 'play'",
     "model.path=base": "base has no chat template; set data.apply_chat_template=false",
+    "model.path=bare": "bare has no weights: neither model.safetensors nor model.safetensors.index.json",
 }
 
 
@@ -144,6 +145,7 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], setting: str
     (folder / "empty.jsonl").write_text("\n")
     (folder / "base").mkdir()
     (folder / "base/config.json").write_text("{}")
+    shutil.copytree(resolve_model("multihop-warm"), folder / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     assert main([*GOOD, setting, *(["--dry-run"] if dry else [])]) == 2
     assert message in capsys.readouterr().err
     assert not (folder / "runs").exists()

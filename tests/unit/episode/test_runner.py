@@ -17,6 +17,7 @@ from agentrl.core.tool import Tool, tool
 from agentrl.core.types import (
     FailureKind,
     Message,
+    Prompt,
     Provenance,
     SamplingParams,
     StopReason,
@@ -224,7 +225,7 @@ def test_an_environment_scores_an_episode_that_a_limit_ends(renderer):
     assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TOKENS, 1.5)
     rollout, _ = play(renderer, ["a", "done"], Verified, max_turns=2)
     assert (rollout.stop_reason, rollout.reward) == (StopReason.TERMINATED, 1.0), "no limit ended it"
-    rollout, _ = play(renderer, ["a", "wait"], AsyncVerified, max_seconds=0.02)
+    rollout, _ = play(renderer, ["a", "wait"], AsyncVerified, max_seconds=0.3)
     assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TIME, 1.5)
     rollout, _ = play(renderer, ["a"] * 4, Verified, max_turns=4)
     assert rollout.failure is not None
@@ -270,6 +271,32 @@ def test_max_tokens_shrinks_the_last_turn(renderer):
     assert [turn.action for turn in rollout.turns] == ["abc"]  # cut by the length, and stepped all the same
     assert rollout.metrics == {"words": 1.0}
     assert len(rollout.rows[0].token_ids) == size + 3
+
+
+@pytest.mark.parametrize(("wide", "characters"), [(False, 8_000), (True, 100_000)], ids=["bytes", "wide tokens"])
+def test_a_text_that_fills_the_context_alone_is_cut_before_it_is_encoded(renderer, monkeypatch, wide, characters):
+    """Unless its start has few tokens."""
+    lengths, bridge, render = [], renderer.bridge, renderer.render
+
+    def record(history, token_ids, new, tools):
+        lengths.append(len(new[0].content))
+        return bridge(history, token_ids, new, tools)
+
+    class Verbose(Guess):
+        def step(self, action):
+            return (Message("user", "x" * 100_000),), 0.5, False, False, {}
+
+    monkeypatch.setattr(renderer, "bridge", record)
+    if wide:
+        monkeypatch.setattr(
+            renderer,
+            "render",
+            lambda new, tools=(): Prompt((0,)) if len(new[0].content) == 8_000 else render(new, tools),
+        )
+    rollout, _ = play(renderer, ["a"], Verbose, max_tokens=500)
+    assert lengths == [characters]
+    assert (rollout.stop_reason, rollout.reward) == (StopReason.MAX_TOKENS, 0.5)
+    assert len(rollout.turns[0].observation) == 100_000
 
 
 def test_a_prompt_that_leaves_no_room_is_the_tasks_fault(renderer):

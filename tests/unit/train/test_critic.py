@@ -176,7 +176,7 @@ def test_returns_and_batches_are_of_all_rollouts() -> None:
     ("settings", "words"),
     [
         (["algo.critic.warmup_steps=2"], r"algo\.critic\.warmup_steps is set, and algo\.advantage\.name=grpo"),
-        (["algo.critic.optimizer.lr=1e-4"], r"algo\.critic\.optimizer is set.*algo\.advantage\.name=gae"),
+        (["algo.critic.optimizer.lr=1e-4"], r"algo\.critic\.optimizer\.lr is set.*algo\.advantage\.name=gae"),
         (
             ["algo.advantage.name=gae", "algo.critic.warmup_steps=5", "train.steps=5"],
             r"warmup_steps=5 with train\.steps=5",
