@@ -73,7 +73,7 @@ def reference() -> str:
 
 
 _SOURCE = "sources.NAME"
-"""The section whose subsections are sections of the run too, and so have no tables of their own."""
+"""The section whose subsections are sections of the run too, and so have no separate tables."""
 
 
 def _walk(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:

@@ -111,7 +111,7 @@ def read_json(answer: str) -> object:
 
 
 def opening(prompt: tuple[Message, ...], *texts: str, image: Image | None = None) -> tuple[Message, ...]:
-    """Return the first messages of an episode: a prompt whose last message goes on with ``texts``, empty ones left out.
+    """Return the first messages of an episode: a prompt whose last message continues with ``texts``, empty ones left out.
 
     Args:
         prompt: the messages of the task.
@@ -144,7 +144,7 @@ class InvalidTurns:
         if cost < 0:
             raise ConfigError(f"env.options.invalid_cost={cost} must not be negative")
         self.count = 0
-        """Of the episode."""
+        """Messages of the episode."""
         self._cost, self._most, self._rule = cost, most, rule
         self._in_row = 0
 

@@ -36,7 +36,7 @@ class Loaded:
 
 
 def run_rules(replay: Path | None) -> list[Rule]:
-    """Return the rules of a run beside those of its configuration: recorded rollouts need no weight sync."""
+    """Return the rules of a run, in addition to those of its configuration: recorded rollouts need no weight sync."""
     if replay is not None:
         return [endpoint_faults]
     from agentrl.weight_sync.registry import transport_faults

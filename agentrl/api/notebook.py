@@ -1,4 +1,4 @@
-"""Progress of a run in a notebook: one display that changes with each step, beside the lines of the run."""
+"""Progress of a run in a notebook: one display that changes with each step, in addition to the lines of the run."""
 
 from __future__ import annotations
 

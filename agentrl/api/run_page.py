@@ -13,7 +13,7 @@ from agentrl.obs.run_end import read_end
 from agentrl.train.run_outputs import curve_keys
 
 WIDTH, HEIGHT = 560, 140
-"""Of the curve, in pixels."""
+"""Size of the curve, in pixels."""
 _COLORS = ("#4051b5", "#c2410c", "#15803d", "#a21caf", "#0e7490", "#a16207")
 SHOWN = ("train/reward", "train/loss", "train/kl", "rollout/tokens_per_s", "time/step_s")
 """Metrics of the newest step in the table, as far as it has them, with those of the curve."""

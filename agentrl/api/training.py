@@ -113,7 +113,7 @@ class Checkpoint:
 
 
 class Run:
-    """A run's folder: what a run has left, or leaves while it goes on. Files are read when they are asked for.
+    """A run's folder: what a run has written, or writes while it runs. Files are read on access.
 
     It is a path: ``open(run / "metrics.jsonl")``. In a notebook it is shown with its curve.
 

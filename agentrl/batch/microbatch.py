@@ -67,8 +67,8 @@ class MicroBatch:
     """uint8 or int16 ``[L, layers, K]`` experts that routers of the policy take, where they are numbers of experts; elsewhere,
     and in all batches without, routers choose."""
     support: SamplingSupport | None = None
-    """Of the ``L`` tokens: the ids that log-probabilities, of the policy and of the reference, are renormalised over, where it is
-    known. None: log-probabilities are those of the whole vocabulary, or see `GlobalBatch.truncation`."""
+    """Sampling support of the ``L`` tokens: the ids over which log-probabilities of the policy and of the reference are
+    renormalised, if it is known. None: log-probabilities are those of the whole vocabulary, or see `GlobalBatch.truncation`."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the rows, with their tokens among the ``L``, in the order of the tokens. An image of several rows is one object,
     which is pickled once."""

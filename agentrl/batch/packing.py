@@ -111,7 +111,7 @@ class PackOptions:
     context_weight: float = 0.0
     """See `row_weights`; only supervised batches may train on observed tokens."""
     temperature: float = 1.0
-    """Of sampling; the learner computes log-probabilities at the same temperature."""
+    """Temperature of sampling; the learner computes log-probabilities at the same temperature."""
     truncation: Truncation | None = None
     """See `GlobalBatch.truncation`; of batches of kind ``rl`` only."""
     replays_support: bool = False
@@ -120,7 +120,7 @@ class PackOptions:
     """``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep their weights.
     ``strict`` leaves them for `check_provenance` to refuse."""
     sources: tuple[str, ...] = ()
-    """Names of the sources of a mixed run; its rows get the index of theirs."""
+    """Names of the sources of a mixed run; each row gets the index of its source."""
 
     def __post_init__(self) -> None:
         """Check the limits."""
@@ -132,13 +132,13 @@ class PackOptions:
 
 @dataclass(frozen=True, slots=True)
 class RowSignals:
-    """What the learner trains on beside tokens: by row ``[T]`` float32, or None if the batch has none.
+    """What the learner trains on besides tokens: by row ``[T]`` float32, or None if the batch has none.
 
     Values at tokens that are not trained are ignored.
     """
 
     advantages: RowValues | None = None
-    """Of every trained row; None is zeros, for supervised batches and the critic's."""
+    """Advantages of every trained row; None is zeros, for supervised batches and the critic's."""
     learner_logprobs: RowValues | None = None
     """Log-probabilities of the learner before the first optimizer step of the training step."""
     correction: RowValues | None = None

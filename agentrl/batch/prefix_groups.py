@@ -22,7 +22,7 @@ ATTENTION_TOKENS = 16_384
 
 
 IMAGE_COST = 0.5
-"""Cost of an image's token in addition to that of a token of text: four patches of a tower of 0.3B to 0.7B beside 3B to 8B."""
+"""Cost of an image's token in addition to a text token's: four patches of a tower of 0.3B to 0.7B for a model of 3B to 8B."""
 
 
 @dataclass(frozen=True, slots=True)

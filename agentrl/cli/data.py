@@ -194,7 +194,7 @@ class _Report(ABC):
 
     config: Config
     renderer: ChatRenderer | None
-    """Of the model that the configuration names; None if it names none."""
+    """Chat renderer of the model that the configuration names; None if it names none."""
     faults: list[str] = field(default_factory=list)
     """Why rows cannot be used, with their places."""
     count: int = 0

@@ -1,6 +1,6 @@
 """The HTTP client of services that others run: limits, retries, time-outs, and errors that name the key to change.
 
-Engines and tool servers of a run have clients of their own, for thousands of requests at the same time.
+Engines and tool servers of a run have their own clients, for thousands of requests at the same time.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class OwnLocations:
     """Implements `HostLocations` for engines that have their own bundles: those of a judge, or those that only evaluate."""
 
     bundles: Sequence[Sequence[int]]
-    """Of each engine, one for each of its machines."""
+    """Bundle indices of each engine, one for each of its machines."""
     needs: Resources
     """The resources that an engine takes from each."""
 

@@ -70,7 +70,7 @@ class ReservedPlacement:
         self.layout = number_by_machine(layout, self._nodes)
         """The layout of `reserve`, with ranks and engines numbered by machine, and by GPU once `number_ranks` was called."""
         self.cores = sum(int(node["Resources"].get("CPU", 0)) for node in _nodes() if node["Alive"])
-        """Of all machines, as Ray has them."""
+        """CPU cores of all machines, as Ray has them."""
         self._has_runners = spreads_runners(self.cores)
         self._runtime = runtime
         self._group: PlacementGroup | None = group

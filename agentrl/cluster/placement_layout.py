@@ -296,7 +296,7 @@ def _check_shared_judges(config: Config) -> None:
 
 
 def _other_engines_text(config: Config) -> str:
-    """Return how many GPUs judges, and engines that only evaluate, have of their own, in words; empty if none."""
+    """Return how many GPUs judges, and engines that only evaluate, have for themselves, in words; empty if none."""
     empty = Layout((), (), (), {}, False)
     judges = _with_judges(empty, config).total.get("GPU", 0)
     evaluation = _with_evaluation(empty, config).total.get("GPU", 0)

@@ -311,7 +311,7 @@ class RankActors(RankGroup):
             return list(ray.get(list(refs)))
 
     def _failure(self, error: RayError, rank: int, waiting: list[Any], phase: str) -> AgentrlError | OSError:
-        """Return the error to raise for a failed rank, and end the other ranks if they cannot go on without it."""
+        """Return the error to raise for a failed rank, and end the other ranks if they cannot continue without it."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         summary = _summary(cause)
         with suppress(OSError):  # of a full disk, which may be the cause

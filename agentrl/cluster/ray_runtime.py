@@ -28,7 +28,7 @@ _STORE_BYTES = 256 << 20
 LOOK_S = 0.5
 """Seconds between two looks at Ray's processes while it, or something on it, starts."""
 _WITHOUT_GCS_S = 600
-"""Seconds that processes of a run go on without Ray's GCS: a training step that is being computed takes less."""
+"""Seconds that processes of a run continue without Ray's GCS: a training step that is being computed takes less."""
 
 _UNUSED = ("start_api_server", "start_log_monitor", "start_monitor")
 """Processes that a Ray of one machine does without: its dashboard's, the log monitor, and the autoscaler.

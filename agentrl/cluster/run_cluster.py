@@ -51,7 +51,7 @@ class RunCluster:
     """Whether the run has engines; a replay has none, and reserves nothing."""
     _placement: ReservedPlacement | None = field(default=None, init=False)
     _launcher: RayLauncher | None = field(default=None, init=False)
-    """Of the policy's engines."""
+    """Launcher of the policy's engines."""
     _critic: RayCritic | None = field(default=None, init=False)
     _started: asyncio.Future[RayLearnerGroup] = field(init=False)
     _loaded: asyncio.Future[RayLearnerGroup] | None = field(default=None, init=False)

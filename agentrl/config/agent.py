@@ -46,8 +46,8 @@ class ProgramConfig(Section):
     cwd: Path | None = None
     """The folder in which the program starts; null: an empty one for each start, which is removed after the reward."""
     files: Path | None = None
-    """A folder whose contents are copied into the folder of each start first; with ``sandbox=container`` into a folder beside the
-    task's, and words of the command that name a file in it are made whole paths there."""
+    """A folder whose contents are copied into the folder of each start first; with ``sandbox=container`` into a folder next
+    to the task's, and words of the command that name a file in it are made whole paths there."""
     sandbox: str | None = None
     """The sandbox that the program runs in, a name as in ``sandbox.backend``, with the limits of the section ``sandbox``; null:
     none, it has the rights of this user. It reaches only the gateway, and ``sandbox.hosts`` through a proxy. ``container``: the
@@ -132,7 +132,7 @@ class AgentConfig(ProgramConfig):
     """Whose tasks an agent that runs elsewhere plays. ``application``: those that it brings with its sessions, such as requests
     in production; sessions with the same ``task.id`` are the samples of a group."""
     agents: dict[str, ProgramAgentConfig] = Field(default_factory=dict)
-    """The agents of an episode by name, if there are several: each is a participant with a rollout of its own. A request chooses
+    """The agents of an episode by name, if there are several: each is a participant with its own rollout. A request chooses
     its agent by the address ``/s/KEY/agents/NAME``, the header ``x-agentrl-agent``, or its ``model``. ``env.roles`` and
     ``self_play`` say who plays them; the policy plays all others."""
     reward: Literal["function", "session", "environment"] = "function"

@@ -19,7 +19,7 @@ class ContainersConfig(Section):
     machines: PositiveInt = 16
     """Machines that a daemon holds at a time, over all processes and runs that use it; further ones wait."""
     warm: NonNegativeInt = 0
-    """Machines kept started beside those in use, for the specs opened last; they count as machines."""
+    """Machines kept started in addition to those in use, for the specs opened last; they count as machines."""
     lease_s: float = Field(default=600.0, ge=2, le=MAX_SECONDS)
     """Time to live of a machine after the last sign of life of its run, seconds; then it is removed."""
     wait_s: Seconds = 3600.0

@@ -1,4 +1,4 @@
-"""Rules between the keys of engines, weight sync and placement, and of what goes on while the learner trains.
+"""Rules between the keys of engines, weight sync and placement, and of what continues while the learner trains.
 
 `check_placement` and `check_context` are for commands that start engines, so that a configuration for training can be used
 for an evaluation elsewhere. A transport checks the configuration itself: `agentrl.weight_sync.base.Transport.faults`.
@@ -210,7 +210,7 @@ def _adapters(config: Config) -> Iterator[str]:
 
 
 def _asynchronous(config: Config) -> Iterator[str]:
-    """What cannot go on while the learner trains, and whether old tokens are corrected for."""
+    """What cannot continue while the learner trains, and whether old tokens are corrected for."""
     key, limit = f"async.max_staleness={config.asynchronous.max_staleness}", config.asynchronous.mask_older_than
     if limit is not None and limit >= config.asynchronous.max_staleness:
         yield f"async.mask_older_than={limit} with {key}: no token is older; set a smaller number, or leave it out"

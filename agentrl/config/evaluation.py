@@ -54,7 +54,7 @@ class EvalConfig(EvalSet):
     save_rollouts: bool = False
     """Keep the rollouts of evaluations in training, one file each: ``rollouts/eval_000012.jsonl`` is that after step 12."""
     background: bool = False
-    """In training, go on while an evaluation runs. On the engines of training, its tokens that are sampled after the next weight
+    """Continue training while an evaluation runs. On the engines of training, its tokens that are sampled after the next weight
     sync have newer weights: ``eval/lag_mean`` and ``eval/lag_max``. Engines that only evaluate are a group of ``sampler.groups``;
     ``placement.mode=colocate`` needs them."""
 

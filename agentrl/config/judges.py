@@ -1,4 +1,4 @@
-"""The judges of a run that have engines of their own, and where these are."""
+"""The judges of a run that have their own engines, and where these are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def judge_keys(config: Config) -> dict[str, str]:
 
 
 def judge_configs(config: Config) -> dict[str, JudgeConfig]:
-    """Return the judges with engines of their own, of all sources, by ``judge.model``; of several with one model the first."""
+    """Return the judges with their own engines, of all sources, by ``judge.model``; of several with one model the first."""
     judges: dict[str, JudgeConfig] = {}
     for _, judge in named_judges(config):
         if judge.model not in (None, POLICY):

@@ -141,8 +141,8 @@ class LearnerConfig(Section):
     threads: int = Field(default=0, ge=0)
     """CPU threads of a rank; 0 shares the machine's cores among the ranks."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of matrix products and of gathered weights; the optimizer's weights, gradients and log-probabilities stay float32.
-    ``auto`` is ``bfloat16`` where the device has instructions for it: CPUs without them take 10 to 30 times as long as in
+    """Precision of matrix products and gathered weights; the optimizer's weights, gradients and log-probabilities stay float32.
+    ``auto`` is ``bfloat16`` if the device has instructions for it: CPUs without them take 10 to 30 times as long as in
     float32."""
     fp8: bool = False
     """Compute the linear layers of decoder layers in float8, with one scale a tensor. Needs torchao and a recent GPU."""
@@ -179,7 +179,7 @@ class LearnerConfig(Section):
     ``DistributedDataParallelConfig``, such as ``tensor_model_parallel_size``."""
     save_hf: Literal["auto"] | bool = "auto"
     """Whether checkpoints have a Hugging Face folder of the weights, which engines and other programs load. Without it each rank
-    writes files of its own (``torch.distributed.checkpoint``), with LoRA the adapters alone, and ``agentrl export`` makes the
+    writes its own files (``torch.distributed.checkpoint``), with LoRA the adapters alone, and ``agentrl export`` makes the
     folder. ``auto``: only models of up to 50 billion parameters have it. docs/reference/checkpoints.md."""
     start_timeout_s: Seconds = 300.0
     """Seconds until the ranks must have loaded the model."""

@@ -38,7 +38,7 @@ class JudgeConfig(Section):
     """The model, behind OpenAI's chat completions."""
     model: str | None = None
     """A model that an engine of the run serves, in place of ``endpoint``. ``policy``: the policy itself, by the run's engines
-    with the weights of the moment. Otherwise a model as in ``model.path``, on engines of its own."""
+    with the weights of the moment. Otherwise a model as in ``model.path``, on its own engines."""
     engines: PositiveInt = 1
     """Engines of ``model``."""
     sglang: dict[str, Any] = Field(default_factory=dict)

@@ -71,11 +71,11 @@ TopK = Annotated[int, AfterValidator(_keeps_something)]
 
 
 class EngineGroup(Section):
-    """Engines with options of their own."""
+    """Engines with their own options."""
 
     serves: Literal["evaluation", "prefill", "decode"]
     """``evaluation``: only evaluations in training, with ``eval.background``; they keep the weights with which an evaluation
-    begins, and have GPUs of their own with every ``placement.mode`` that reserves GPUs. ``prefill`` and ``decode``: SGLang's
+    begins, and have their own GPUs with every ``placement.mode`` that reserves GPUs. ``prefill`` and ``decode``: SGLang's
     ``--disaggregation-mode``, behind ``sampler.router=sglang``; engines of the one compute prompts, those of the other sample.
     They take the place of ``sampler.engines``."""
     engines: PositiveInt = 1
@@ -158,7 +158,7 @@ class SamplerConfig(Section):
     is by default that of the model's ``config.json``; for a model in float32, such as a checkpoint, it is ``bfloat16``.
     ``speculative_algorithm: NGRAM`` turns speculative decoding on. docs/how_to/tune.md."""
     groups: dict[str, EngineGroup] = Field(default_factory=dict)
-    """Further engines by the name of their group, with options of their own: ``{eval: {serves: evaluation, engines: 2, sglang:
+    """Further engines by the name of their group, with their own options: ``{eval: {serves: evaluation, engines: 2, sglang:
     {tp_size: 2}}}``. docs/how_to/scale.md."""
 
     @field_validator("temperature")

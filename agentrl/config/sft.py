@@ -66,7 +66,7 @@ class SftConfig(Section):
     eval_every: int = Field(default=0, ge=0)
     """Steps between evaluations, for which loss and perplexity are logged; 0: only after the last step."""
     save_every: int = Field(default=0, ge=0)
-    """Steps between checkpoints, from which ``--resume`` goes on; 0: only at the end, or when the run is stopped."""
+    """Steps between checkpoints, from which ``--resume`` continues; 0: only at the end, or when the run is stopped."""
     curriculum: list[SftStage] = Field(default_factory=list)
     """Stages before the rest of the run, in order; after them the configured options are used."""
     reseed_option: str | None = None

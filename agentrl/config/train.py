@@ -42,7 +42,7 @@ class TrainConfig(Section):
     keep: PositiveInt = 2
     """Newest checkpoints to keep."""
     save_episodes_s: float | None = Field(default=30.0, ge=0, le=MAX_SECONDS)
-    """Seconds after which an episode in progress is saved to the journal, and again, so that a killed run goes on with it; null
+    """Seconds after which an episode in progress is saved to the journal, and again, so that a killed run continues with it; null
     saves none. docs/reference/checkpoints.md."""
     keep_best: str | None = None
     """An evaluation metric, such as ``exact_match``: the checkpoint where it is highest is kept too, and written even if
@@ -140,8 +140,8 @@ class WeightsConfig(Section):
     most that plus 1."""
     pause: Literal["finish", "restart", "abort", "retract", "in_place"] = "abort"
     """What becomes of generations in progress at a sync, with ``async.max_staleness``. ``finish``: engines end them first, with
-    the old weights. ``restart``: they are sampled again from their first token. With the others they go on from the same tokens
-    with the new weights: ``abort`` sends the tokens again, ``retract`` lets the engine compute their keys and values again,
+    the old weights. ``restart``: they are sampled again from their first token. The others continue them with the
+    new weights: ``abort`` sends the tokens again, ``retract`` lets the engine compute their keys and values again,
     ``in_place`` keeps those of the old weights. SGLang before 0.5.23 has only the first three."""
     prefix_cache: Literal["drop", "by_version", "keep"] = "drop"
     """What becomes of the engines' prefix cache at a sync. ``drop``: it is emptied. ``by_version``: requests reuse only what

@@ -39,7 +39,7 @@ else:  # the package, which takes long to import, is not on the path
     from exec_process import Daemon, kill_processes
 
 LINE_BYTES = 2**24
-"""Of a line of output. The program's machine is not trusted to end its lines."""
+"""Largest size of a line of output. The program's machine is not trusted to end its lines."""
 CHUNK = 2**16
 
 

@@ -29,7 +29,7 @@ MOST_LINKS = 40
 MOST_LINK_STEPS = 1_000_000
 """Folders that are passed to follow all links of an agent; links after that are refused."""
 SETTINGS_BYTES = 2**16
-"""Of a file with settings of pytest among others; larger ones are taken for changed settings."""
+"""Largest size of a file with settings of pytest among others; larger ones are taken for changed settings."""
 _LOADED_FILES = """
 conftest.py sitecustomize.py usercustomize.py *.pth *.pyc *.pyo *.egg-link pytest.ini .pytest.ini tox.ini noxfile.py .coveragerc
 .pdbrc .pythonrc .pythonstartup pyvenv.cfg
@@ -46,7 +46,7 @@ pytest _pytest py pluggy iniconfig packaging exceptiongroup tomli pygments nose 
 pandas requests yaml attr attrs colorama setuptools pkg_resources pip
 """
 TEST_TOOLS = frozenset(_TEST_TOOLS.split())
-"""Modules beside the standard library's that tests import before they read the agent's code."""
+"""Modules, besides those of the standard library, that tests import before they read the agent's code."""
 _GIT_FILES = frozenset(["config", "config.worktree"])
 _PYTHON_ENDINGS = (".py", ".so", ".pyd")
 
@@ -60,9 +60,9 @@ class Entry:
     mode: int = 0o644
     """Permissions, without set-user-id."""
     content: bytes = b""
-    """Of a file."""
+    """Content, if it is a file."""
     target: str = ""
-    """Of a link."""
+    """Target, if it is a link."""
 
 
 Tree = Mapping[str, Entry]

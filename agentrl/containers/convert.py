@@ -202,7 +202,7 @@ def _variables(section: object) -> dict[str, str]:
 
 
 def _without_logs(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a service without the mounts of terminal-bench's logs, and without names of its own."""
+    """Return a service without the mounts of terminal-bench's logs, and without its own names."""
     section = {key: value for key, value in values.items() if key not in ("container_name", "volumes")}
     volumes = values.get("volumes")
     task_volumes = [volume for volume in volumes if _LOGS not in str(volume)] if isinstance(volumes, list) else []

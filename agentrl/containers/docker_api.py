@@ -29,7 +29,7 @@ class DaemonInfo(TypedDict, total=False):
     SecurityOptions: list[str]
     ServerVersion: str
     Rootless: bool
-    """Of Podman alone."""
+    """Reported by Podman only."""
 
 
 class Component(TypedDict):
@@ -102,7 +102,7 @@ class MountSummary(TypedDict):
     """A mount of a container in a list."""
 
     Name: NotRequired[str]
-    """Of a volume."""
+    """Name of a volume."""
 
 
 class ContainerSummary(TypedDict):

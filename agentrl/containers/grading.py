@@ -77,7 +77,7 @@ class Grade:
     forgeable: bool
     """Whether the tests ran where the agent had worked."""
     output: str = ""
-    """Of the tests; its middle may be left out."""
+    """Output of the tests; its middle may be left out."""
     at_limit: bool = False
     """Whether the tests were ended by their time limit, or for endless output."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -172,7 +172,7 @@ async def _grade_shared(folder: TaskFolder, step: TaskStep, machine: Machine, *,
 
 def _check(folder: TaskFolder, step: TaskStep) -> None:
     services: dict[str, str] = {}
-    """Of artifacts, by path."""
+    """Services of artifacts, by path."""
     for artifact in step.grading.artifacts:
         source = posixpath.normpath(artifact.source)
         for path, service in services.items():

@@ -53,7 +53,7 @@ NAME = "agentrl-machine-{}"
 BESIDE = "-tests"
 _NAME = re.compile(r"/agentrl-machine-(\d+)")
 _NAME_TAKEN = "name is already in use"
-"""Of Podman, whose status is that of any failure."""
+"""Error text of Podman, whose status is that of any failure."""
 PUBLIC_NETWORK = "agentrl-public"
 HEALTH_POLL_S = 0.2
 LIMITS = {"MemoryLimit": "memory", "PidsLimit": "processes", "CpuCfsQuota": "CPU time"}

@@ -48,7 +48,7 @@ class LeasedObject:
     state: str
     """Docker's word for the container's state; ``snapshot``."""
     services: int
-    """Containers beside the machine."""
+    """Containers next to the machine."""
     age_s: float
     """Seconds since it was made."""
     left_s: float

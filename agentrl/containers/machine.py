@@ -50,7 +50,7 @@ class Command:
     cwd: str | None = None
     """Folder; None: that of the machine."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables beside those of the machine."""
+    """Variables in addition to those of the machine."""
     wall_s: float = 60.0
     """Wall time, seconds. Then the command is killed with all that it has started, in the background too."""
     output_bytes: int = 2**20

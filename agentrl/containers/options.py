@@ -22,11 +22,12 @@ from agentrl.sandbox.seccomp import machine_profile
 FIRST_PROCESS = "trap : TERM INT; exec 3<&0; while :; do ( read -r _ <&3 ) & wait; done"
 """Shell text of the first process: it waits with the shell's builtins alone, and reaps processes that lost their parent."""
 DROPPED_CAPABILITIES = ("MKNOD", "NET_RAW")
-"""Of those that Docker grants; package managers, compilers, debuggers, web servers and ``su`` work without them."""
+"""Capabilities that Docker grants and machines do not get: package managers, compilers, debuggers, web servers and ``su``
+work without them."""
 PODMAN_PROCESSES = 32768
 """Processes of a user that Podman's service may allow: it lowers its own limit to this."""
 API_VERSION = "1.41"
-"""Of the options, which newer daemons take as well."""
+"""API version of the options, which newer daemons take as well."""
 _profile = cache(machine_profile)
 
 
@@ -37,7 +38,7 @@ class Dialect:
     seccomp: str
     """The profile of system calls: its text for Docker, a file with it for Podman."""
     ulimits: tuple[docker.types.Ulimit, ...] = ()
-    """Limits beside those of `machine_options`: Podman starts with its own, which may be above those of its user."""
+    """Limits in addition to those of `machine_options`: Podman starts with its own, which may be above those of its user."""
 
     def options(self, disk_mb: int) -> Options:
         """Return the options, with the size of files that ``disk_mb`` allows."""
@@ -102,7 +103,7 @@ def machine_options(
 
 
 def machine_environment(spec: MachineSpec) -> dict[str, str]:
-    """Return the environment variables of a machine's commands, beside those of its image."""
+    """Return the environment variables of a machine's commands, in addition to those of its image."""
     return {**(proxy_environment() if spec.network == "allowlist" else {}), **spec.env}
 
 

@@ -61,7 +61,7 @@ class VolumeMount(Section):
     path: str
     """Where it is."""
     name: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]*$")
-    """Of a volume that several of a machine's containers share; None: no other one has it."""
+    """Name of a volume that several of a machine's containers share; None: no other one has it."""
     read_only: bool = False
     """Whether it cannot be written here."""
 
@@ -72,7 +72,7 @@ class VolumeMount(Section):
 
 
 class ServiceSpec(Section):
-    """A container beside the machine, such as a database, that the machine reaches by its name."""
+    """A container next to the machine, such as a database, that the machine reaches by its name."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -119,7 +119,7 @@ class MachineSpec(Section):
     workdir: str | None = None
     """Folder in which commands start; None: that of the image. It is made if there is none."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of all commands, beside those of the image."""
+    """Environment variables of all commands, in addition to those of the image."""
     cpus: PositiveFloat = 1.0
     """Cores that all processes together may keep busy."""
     memory_mb: int = Field(default=2048, ge=16)
@@ -133,7 +133,7 @@ class MachineSpec(Section):
     allowed_hosts: tuple[str, ...] = ()
     """With ``allowlist``: host names, ``*.name``, addresses and networks such as ``10.0.0.0/8``."""
     services: tuple[ServiceSpec, ...] = ()
-    """Containers beside it, started first."""
+    """Containers next to it, started first."""
     volumes: tuple[VolumeMount, ...] = ()
     """Volumes; what is written there counts for ``disk_mb``."""
     healthcheck: Healthcheck | None = None

@@ -50,7 +50,7 @@ class ComposeFile:
     """What a file says."""
 
     services: tuple[ServiceSpec, ...]
-    """Containers beside the agent's."""
+    """Containers next to the agent's."""
     env: Mapping[str, str]
     """Variables of the agent's container."""
     volumes: tuple[VolumeMount, ...]

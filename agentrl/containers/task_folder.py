@@ -51,7 +51,7 @@ class Grading:
     """How the tests of a step run."""
 
     is_separate: bool
-    """In a container of their own, which has only the artifacts; else in the agent's, which can forge the reward. Harbor
+    """In a separate container, which has only the artifacts; else in the agent's, which can forge the reward. Harbor
     shares the agent's unless a task says ``separate``, agentrl only if a task says ``shared``."""
     environment: EnvironmentToml
     """The container of the tests; the agent's if they share it."""

@@ -15,7 +15,7 @@ from agentrl.core.errors import TaskError
 
 SKILL = "SKILL.md"
 SKILL_BYTES = 2**18
-"""Of a skill's file."""
+"""Largest size of a skill's file."""
 _HEAD = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 _LIST = f'cd "$1" && pwd && for file in */{SKILL}; do [ ! -f "$file" ] || printf "%s\\n" "$file"; done'
 
@@ -27,7 +27,7 @@ class Skill:
     name: str
     description: str
     path: str
-    """Of its file in the machine."""
+    """Path of its file in the machine."""
 
 
 async def agent_instruction(folder: TaskFolder, machine: Machine) -> str:

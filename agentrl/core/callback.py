@@ -31,7 +31,7 @@ class RunHandle:
     """
 
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     config: Mapping[str, Any]
     """The configuration as in ``config.yaml``, nested, without secrets; changes have no effect."""
     steps: int
@@ -65,7 +65,7 @@ class OptimizerBatch:
     step: int
     """The training step, from 1."""
     index: int
-    """Of the optimizer step in the training step, from 0; see ``train.steps_per_rollout``."""
+    """Index of the optimizer step in the training step, from 0; see ``train.steps_per_rollout``."""
     count: int
     """Optimizer steps of the training step."""
     policy: str
@@ -73,11 +73,11 @@ class OptimizerBatch:
     lr_scale: float
     """Factor of the schedule on the learning rate."""
     metrics: Mapping[str, float]
-    """Of the batch, such as ``batch/trained_tokens``."""
+    """Metrics of the batch, such as ``batch/trained_tokens``."""
 
 
 HookResult = Awaitable[None] | None
-"""Of most hooks: nothing, or the coroutine of a coroutine function, which is awaited."""
+"""Return type of most hooks: nothing, or the coroutine of a coroutine function, which is awaited."""
 AddedMetrics = Mapping[str, float] | None
 """Metrics that `Callback.on_step` adds to the step, by name; None adds none."""
 
@@ -85,7 +85,7 @@ AddedMetrics = Mapping[str, float] | None
 class Callback:
     """Base class of callbacks. Define the hooks that you need; those of this class do nothing.
 
-    A hook is a plain function or a coroutine function. The run waits for it; with ``async.max_staleness`` episodes go on
+    A hook is a plain function or a coroutine function. The run waits for it; with ``async.max_staleness`` episodes continue
     meanwhile. Plain functions are called in a thread, one hook at a time. What a hook raises, SystemExit and CancelledError
     included, ends the run with a `CallbackError` that names the callback, once the last finished step is saved.
 

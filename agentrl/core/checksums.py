@@ -17,7 +17,7 @@ CHECKSUMS = "checksums.json"
 _CHUNK = 1 << 24
 _THREADS = 16
 _BLOCK, _BLOCKS = 1 << 16, 1 << 10
-"""Of `sampled_checksum`."""
+"""Size and number of the blocks of `sampled_checksum`."""
 
 
 def write_checksums(folder: Path, without: Iterable[str] = ()) -> None:

@@ -38,7 +38,7 @@ class DataSource(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on, JSON-able. It is written to each checkpoint."""
+        """Return what a resumed run needs to continue, JSON-able. It is written to each checkpoint."""
 
     @abstractmethod
     def load_state(self, state: Mapping[str, Any]) -> None:

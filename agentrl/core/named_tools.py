@@ -68,5 +68,5 @@ def _function_tool(target: object, name: str, key: str) -> Tool:
 
 @lru_cache(maxsize=256)
 def _make_tool(function: Function) -> Tool:
-    """Return the tool of a function; cached, because each episode has an environment of its own."""
+    """Return the tool of a function; cached, because each episode has its own environment."""
     return tool(function)

@@ -25,7 +25,7 @@ TokenIds = NDArray[np.int32] | NDArray[np.int64]
 _SIZES = struct.Struct("<II?")
 """Tokens, kept ids, and whether there are log-probabilities."""
 _LEVEL = 1
-"""Of zlib, as of records of rollouts."""
+"""Compression level of zlib, as of records of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

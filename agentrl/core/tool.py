@@ -359,7 +359,7 @@ class ToolService(ABC):
     def remove_left(
         self, options: Mapping[str, object], folder: Path, find_resumed: Callable[[Collection[str]], Collection[str]]
     ) -> int:
-        """Remove what the server of an earlier process of the run has left for episodes that do not go on.
+        """Remove what the server of an earlier process of the run has left for episodes that do not continue.
 
         Called before the first episode of a run, whose server has started already.
 

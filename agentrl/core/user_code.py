@@ -233,7 +233,7 @@ class _Closable(_UserCoroutine[T]):
 
 
 def _cancel(task: asyncio.Task[T], closable: _Closable[T]) -> bool:
-    """Cancel the task of a coroutine, and close the coroutine if it goes on for `CLOSE_S`. Return whether it had not ended."""
+    """Cancel the task of a coroutine, and close the coroutine if it continues for `CLOSE_S`. Return whether it had not ended."""
 
     def close() -> None:
         closable.must_end = True

@@ -22,9 +22,9 @@ from agentrl.obs.rollouts import evaluation_files, read_advantages, rollout_file
 from agentrl.obs.viewer.page_data import differences, last_words
 
 FIRST_BUDGET_S, BUDGET_S = 0.1, 0.4
-"""Seconds that the first request, and each later one, spends on reading files; the next one goes on."""
+"""Seconds that the first request, and each later one, spends on reading files; the next one continues."""
 PROMPT_CHARACTERS = 2000
-"""Of a group's prompt that are kept, from its end: questions are behind instructions."""
+"""Characters of a group's prompt that are kept, from its end: questions come after instructions."""
 SORTS = ("step", "reward", "advantage", "tokens", "sampled", "turns", "seconds")
 """Columns by which rollouts are sorted."""
 GROUP_SORTS = ("step", "reward", "deviation", "rollouts")
@@ -218,7 +218,7 @@ class RolloutIndex:
 
     def _sort(self, columns: Columns, places: NDArray[np.intp], query: Query) -> NDArray[np.intp]:
         values = columns[query.sort if query.sort in SORTS else "step"][places]
-        # Rollouts of a group are beside each other, as they are in their file; NaN, such as of no advantage, comes last.
+        # Rollouts of a group are next to each other, as they are in their file; NaN, such as of no advantage, comes last.
         keys = -values if query.descending else values
         return places[np.lexsort((places, keys))]
 

@@ -321,7 +321,7 @@ class StreamOrder(DataSource):
         self._state: dict[str, Any] = {"position": 0}
         self._rows: OrderedRows[Task] | None = None
         self._epoch = -1
-        """Of the last task, or of the first row."""
+        """Epoch of the last task, or of the first row."""
         self._numbers: dict[str, int] = {}
         """Numbers of the rows of tasks that were taken."""
         self._left_out = 0

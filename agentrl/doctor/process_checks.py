@@ -45,7 +45,7 @@ def process_findings(run: RunRecord) -> Iterator[Finding]:
 
 
 def _state(run: RunRecord) -> Finding:
-    """Return whether the run is going on, hangs, has finished or is dead."""
+    """Return whether the run is in progress, hangs, has finished or is dead."""
     done = f"{run.step} of {_expected_steps(run)} steps are finished"
     ago = f"the last file was written {age(run.diagnosed_at - run.last_write)} ago"
     if run.runs:
@@ -191,7 +191,7 @@ def _memory(run: RunRecord) -> Iterator[Finding]:
 
 
 def _memory_runs_out(run: RunRecord) -> bool:
-    """Return whether little memory is left before the last step, if it goes on as in the last steps."""
+    """Return whether little memory is left before the last step, if it continues as in the last steps."""
     shares = run.recent("host_memory/used_share", STEPS)
     steps_left = _expected_steps(run) - run.step
     return shares[-1] + (shares[-1] - shares[0]) / (STEPS - 1) * steps_left >= NEAR_LIMIT if shares else False

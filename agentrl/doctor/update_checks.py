@@ -119,7 +119,7 @@ def _sampler_limit(run: RunRecord) -> float:
 
 
 def _gaps_by_turn(run: RunRecord, band: GapBand) -> str:
-    """Return in words how far engines and learner were apart after the first sync, by depth of turn, beside the limits."""
+    """Return in words how far engines and learner were apart after the first sync, by depth of turn, with the limits."""
     keys = [key for key in run.family("sync/gap", len(run.steps)) if key.startswith(_GAP_OF_TURN) and run.values(key)]
     gaps = sorted((int(key.removeprefix(_GAP_OF_TURN)), run.values(key)[0]) for key in keys)
     return ", ".join(f"{gap:.2g} in turn {turn} (limit {band.limit(turn):.2g})" for turn, gap in gaps)

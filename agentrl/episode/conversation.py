@@ -279,7 +279,7 @@ class Conversation(BaseConversation):
     async def sample(self, stop: Sequence[str] = (), max_new_tokens: int | None = None) -> Message | None:
         """Sample a turn up to one of the ``stop`` strings, an end token or a limit, and return it as a message.
 
-        Its tool calls have ids that are unique in the episode; without ``tools`` it has none. It is ``inline`` if it goes on
+        Its tool calls have ids that are unique in the episode; without ``tools`` it has none. It is ``inline`` if it continues
         with the policy's last message, which was cut. Returns None if a limit or an abort ends the conversation;
         ``stop_reason`` then says which.
 

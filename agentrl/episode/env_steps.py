@@ -148,7 +148,7 @@ class AnswerScoring:
         return self._state.metrics
 
     async def score(self, answer: str) -> tuple[Message, ...]:
-        """Take the final answer as the policy's message; return what follows it if the environment goes on, else nothing.
+        """Take the final answer as the policy's message; return what follows it if the environment continues, else nothing.
 
         Raises:
             EpisodeError: it failed, or takes longer than ``rollout.max_seconds``.

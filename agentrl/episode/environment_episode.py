@@ -125,7 +125,7 @@ class Episode:
             self._saved.save(self.state.rollout_id, self._task.id, lambda: self._as_dict(env_state))
 
     async def _run_turn(self) -> StopReason | None:
-        """Run one turn; return why it ended the episode, or None if the episode goes on."""
+        """Run one turn; return why it ended the episode, or None if the episode continues."""
         conversation = self.conversation
         action = await self._sample()
         if action is None:
@@ -165,7 +165,7 @@ class Episode:
             return await self.conversation.sample(self._env.read("stop", lambda env: tuple(env.stop)))
 
     def _check(self, observation: Observation) -> None:
-        """Raise `EnvironmentFailure` if the policy would go on behind its own end token."""
+        """Raise `EnvironmentFailure` if the policy would continue behind its own end token."""
         if not observed_messages(observation) and self.conversation.turn_ended:
             raise EnvironmentFailure(
                 f"{self._env.name}.step returned no message although the policy has ended its turn: return a message, or "

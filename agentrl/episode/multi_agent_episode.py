@@ -186,7 +186,7 @@ class MultiAgentEpisode:
                 goes_on = await self._step(acting)
 
     async def _step(self, acting: tuple[str, ...]) -> bool:
-        """Let the agents act, and step the environment; return whether the episode goes on."""
+        """Let the agents act, and step the environment; return whether the episode continues."""
         actions = await self._act(acting)
         self._steps += 1
         silent = [agent for agent, action in actions.items() if action is None]

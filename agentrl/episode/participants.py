@@ -81,7 +81,7 @@ class Participant(ABC):
 
     @property
     def reward(self) -> float:
-        """Of the episode so far."""
+        """Reward of the episode so far."""
         return self.state.reward
 
     @property

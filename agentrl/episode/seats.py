@@ -17,7 +17,7 @@ class SeatPlayer(Protocol):
 
     @property
     def reward(self) -> float:
-        """Of the episode."""
+        """Reward of the episode."""
         ...
 
     @property

@@ -43,7 +43,7 @@ class _Node:
     end: int
     """Tokens from the root to the end of this node."""
     provenance: Provenance
-    """Of all its tokens."""
+    """Provenance of all its tokens."""
     token_ids: NDArray[np.int32]
     """``[n]``, at least one."""
     logprobs: NDArray[np.float32]
@@ -61,7 +61,7 @@ class _Node:
     experts: Experts | None = None
     """``[n, layers, K]``, as in `Row`."""
     support: SamplingSupport | None = None
-    """Of the ``n`` tokens, as in `Row`."""
+    """Sampling support of the ``n`` tokens, as in `Row`."""
     images: tuple[ImageSpan, ...] = ()
     """Images whose tokens are here, counted from the root."""
 
@@ -246,7 +246,7 @@ class Trajectory:
 
     @property
     def tip(self) -> int:
-        """Where the conversation is in the graph, for `branch`; holds when it has gone on, too."""
+        """Where the conversation is in the graph, for `branch`; holds when it has continued, too."""
         return self._tip
 
     def branch(self, tip: int | None = None, fork: ForkReason = ForkReason.BRANCH) -> Trajectory:

@@ -46,7 +46,7 @@ class EnginePolicy(PolicyEvaluation):
     on_done: OnDone | None
     """Called with each rollout."""
     results: list[SetResult] = field(default_factory=list)
-    """Of `run_sets`."""
+    """Results of `run_sets`."""
     _calls: int = 0
 
     @override

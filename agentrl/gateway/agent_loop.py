@@ -60,7 +60,7 @@ class AgentLoop(ABC):
     def __init__(self, config: AgentConfig) -> None:
         assert config.setting is not None, "there is an agent"
         self.config = config
-        """Of the agent."""
+        """Configuration of the agent."""
         self.setting = config.setting
         """The key and value that say which agent plays, for messages."""
 

@@ -76,11 +76,11 @@ class Session(ABC):
         self.progress = progress or EpisodeProgress()
         """What the sessions of the episode share."""
         self.reward = 0.0
-        """Of the rollout."""
+        """Reward of the rollout."""
         self.has_reward = False
         """Whether `reward` was set."""
         self.metrics: dict[str, float] = {}
-        """Of the rollout."""
+        """Metrics of the rollout."""
         self.answers = Answers()
         """What retries get."""
         self.stop_reason: StopReason | None = None
@@ -166,7 +166,7 @@ class Session(ABC):
             raise BadRequestError(str(error)) from None
 
     def submit(self, request: ChatRequest) -> asyncio.Task[Reply]:
-        """Begin to answer a request. The turn goes on, and is recorded, if nobody waits for it.
+        """Begin to answer a request. The turn continues, and is recorded, if nobody waits for it.
 
         The task raises `BadRequestError` if the chat format refuses the conversation, and `SessionOverError`.
         """
@@ -184,7 +184,7 @@ class Session(ABC):
         """Answer a request."""
 
     def _check_open(self) -> None:
-        """Check that the episode goes on.
+        """Check that the episode continues.
 
         Raises:
             SessionOverError: it has failed.
@@ -217,7 +217,7 @@ class _TurnNote:
 
     chat: Chat
     number: int
-    """Of the turn in its chat."""
+    """Number of the turn in its chat."""
     reward: float
     observation: str
 

@@ -34,7 +34,7 @@ class AgentEnd:
     result: Any = None
     """What it leaves for the reward function, as JSON."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the rollouts, besides those that were set with rewards."""
+    """Metrics of the rollouts, besides those that were set with rewards."""
 
 
 class AgentSessions:
@@ -68,7 +68,7 @@ class AgentSessions:
         self.needs_reward = False
         """Whether it cannot be ended without a reward."""
         self.seat: SeatTurns | None = None
-        """Of a program that requests its observations; None: it does not."""
+        """Seat of a program that requests its observations; None: it does not."""
         self.over = asyncio.Event()
         """Set when an episode that the agent may end is over."""
         self._agent_of = agent_of or {}

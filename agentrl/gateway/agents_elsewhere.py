@@ -68,7 +68,7 @@ class _WaitingEpisode:
     task: Task
     source: str
     agent: Agent
-    """Of the episode; gets the task that a session brings."""
+    """Agent of the episode; gets the task that a session brings."""
     group: TaskGroup | None = None
     """That of its task, if the agent brings it; ``task`` is a placeholder then."""
     limit: asyncio.TimerHandle | None = None

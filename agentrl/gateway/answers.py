@@ -21,7 +21,7 @@ class Answer:
     """The turn that answers a request, in progress or finished."""
 
     digest: bytes
-    """Of path and body."""
+    """Digest of path and body."""
     key: str
     """The header ``Idempotency-Key``; empty without one."""
     task: asyncio.Task[Reply]
@@ -44,7 +44,7 @@ class Answers:
         self._answers: list[Answer] = []
 
     def find(self, digest: bytes, key: str, retry: int | None) -> Answer | None:
-        """Return the answer that a request repeats; None if it is a request for a turn of its own.
+        """Return the answer that a request repeats; None if it is a request for a separate turn.
 
         It repeats one if it has the same path and body, and either the same ``Idempotency-Key``, or a retry count above 0, or
         no client has got the first answer yet. With a retry count of 0 a client says that it is no retry: then only if no

@@ -81,9 +81,9 @@ class TaskGroup:
     """The episodes of one placeholder: samples of the same task, once a session has brought it."""
 
     key: str
-    """Of the group in the run, such as ``3/0``."""
+    """Key of the group in the run, such as ``3/0``."""
     source: str
-    """Of the task in a mixed run; else empty."""
+    """Source of the task in a mixed run; else empty."""
     samples: int
     """``rollout.n_samples_per_prompt``."""
     task: Task | None = None
@@ -110,7 +110,7 @@ class TaskGroups:
         self._complete: deque[str] = deque()
         """Keys of the groups whose episodes are all settled, the oldest first."""
         self._image_bytes = 0
-        """Of the images of their tasks."""
+        """Bytes of the images of their tasks."""
 
     def find(self, episode: EpisodeState, source: str, samples: int) -> TaskGroup:
         """Return the group of an episode, which a retry shares with the attempts before.

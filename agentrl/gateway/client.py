@@ -121,13 +121,13 @@ class AgentSession:
     client: AgentClient = field(repr=False)
     """That has started it."""
     id: str
-    """Of the episode: step, task in the step and sample in a training step, such as ``3/0/1``."""
+    """Id of the episode: step, task in the step and sample in a training step, such as ``3/0/1``."""
     key: str = field(repr=False)
     """The API key of its calls."""
     task: dict[str, Any]
     """``id``, ``prompt`` (messages) and ``metadata``; the right answer is not in it."""
     source: str
-    """Of the task in a mixed run; else empty."""
+    """Source of the task in a mixed run; else empty."""
     prompt: str
     """``rollout.agent.prompt`` with the task's last message."""
     model: str

@@ -1,4 +1,4 @@
-"""Agents of a program that another model or a scripted player plays: no token of theirs is known or trained."""
+"""Agents of a program that another model or a scripted player plays: none of their tokens is known or trained."""
 
 from __future__ import annotations
 

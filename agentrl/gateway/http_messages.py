@@ -53,7 +53,7 @@ async def read_body(http: Request) -> bytes:
         if size > BODY_BYTES:
             raise BadRequestError(_TOO_LONG, 413)
     if size > HIGH_WATER_LIMIT:
-        has_disconnected(http)  # the server goes on to read the connection, so that it sees its end
+        has_disconnected(http)  # the server continues to read the connection, so that it sees its end
     return b"".join(chunks)
 
 

@@ -39,7 +39,7 @@ class Root:
     """A conversation that continues no earlier turn, with its branches."""
 
     tools: tuple[Tool, ...]
-    """Of its first request."""
+    """Tools of its first request."""
     related: list[Root] = field(default_factory=list)
     """Conversations that share a turn or the system prompt with it."""
     mask: MaskReason = MaskReason.NONE
@@ -70,7 +70,7 @@ class Node:
     shown: Message
     """The turn as the agent program sees it."""
     is_continued: bool = False
-    """Whether the chat has gone on."""
+    """Whether the chat has continued."""
 
     def path(self) -> dict[int, Node]:
         """Return this turn and those before it, by `length`."""
@@ -93,7 +93,7 @@ class JoinPoint:
     """Where the turn that answers a request belongs."""
 
     history: History
-    """Of the request; with its reply once the turn is added."""
+    """History of the request; with its reply once the turn is added."""
     node: Node | None
     """The turn that it continues; None: it begins a conversation."""
     messages: tuple[Message, ...]

@@ -190,12 +190,12 @@ class MachineProgram(RunningProgram):
 
     def __init__(self, machine: Machine, access: MachineAccess, config: ProgramConfig) -> None:
         self.machine = machine
-        """Of the task."""
+        """Machine of the task."""
         self.cwd = None
         self.ended = asyncio.get_running_loop().create_future()
         self.limit_s = access.timeout_s
         self.mcp_servers = access.mcp_servers
-        """Of the task; see `MachineAccess.mcp_servers`."""
+        """MCP servers of the task; see `MachineAccess.mcp_servers`."""
         self._user, self._config = access.user, config
         self._home = self._owner = self._workdir = ""
         self._running: asyncio.Task[None] | None = None
@@ -238,7 +238,7 @@ class MachineProgram(RunningProgram):
 
         Args:
             words: that start it.
-            variables: beside those of the machine.
+            variables: in addition to those of the machine.
         """
         argv = ("/bin/sh", "-c", _START, self._home, *words)
         command = Command(

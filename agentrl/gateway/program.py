@@ -84,7 +84,7 @@ class ProgramLauncher:
 
     def __init__(self, config: ProgramConfig, sandbox: SandboxConfig) -> None:
         self.config = config
-        """Of the program."""
+        """Configuration of the program."""
         self._sandboxes: EpisodeSandboxes | None = None
         self.in_machine = config.sandbox == CONTAINER
         """Whether the program works in the machine of its task."""

@@ -16,9 +16,9 @@ class SeatTurns:
 
     def __init__(self) -> None:
         self._observation: Json = {}
-        """Of the turn that began last."""
+        """Observation of the turn that began last."""
         self._move: asyncio.Future[str] | None = None
-        """Of that turn; done once the program has posted it."""
+        """Move of that turn; done once the program has posted it."""
         self._moves: list[str] = []
         self._is_over = False
         self._changed = asyncio.Event()  # replaced each time that it is set

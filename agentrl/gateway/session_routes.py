@@ -1,4 +1,4 @@
-"""The requests of an agent about its episode, beside those for turns: reward, end, and the turns of a seat."""
+"""The requests of an agent about its episode, besides those for turns: reward, end, and the turns of a seat."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A script that runs an agent program, and leaves nothing of it: no process, and not its folder.
 
-``python supervisor.py FOLDER STATUS_FD`` starts the program that ``FOLDER/start.json`` names, in a session of its own, with
+``python supervisor.py FOLDER STATUS_FD`` starts the program that ``FOLDER/start.json`` names, in its own session, with
 ``FOLDER/prompt.txt`` as its standard input and ``FOLDER/output.txt`` as its standard output. It is the parent of all
 processes that the program leaves behind, however they were detached (PR_SET_CHILD_SUBREAPER), and kills them when the program
 ends, when it gets SIGUSR1, or when the process that started it ends, even by SIGKILL, which closes the pipe of

@@ -42,7 +42,7 @@ class EngineMemory(Protocol):
         Generations wait until all memory has been resumed.
 
         Args:
-            cut: generations in progress are aborted, and go on when the memory is back, as after a pause with this mode; None:
+            cut: generations in progress are aborted, and continue when the memory is back, as after a pause with this mode; None:
                 they end first.
 
         Raises:

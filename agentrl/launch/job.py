@@ -29,7 +29,7 @@ class LaunchJob:
     """A run for a cluster. Each field is a name in templates."""
 
     name: str
-    """Of the job: small letters, digits and dashes, as Kubernetes allows them."""
+    """Name of the job: small letters, digits and dashes, as Kubernetes allows them."""
     nodes: int
     """Machines."""
     gpus: int

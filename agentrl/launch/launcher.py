@@ -19,7 +19,7 @@ class Launcher:
     template: str
     """Name of its template in the package."""
     suffix: str
-    """Of the file that is written."""
+    """Suffix of the file that is written."""
     submit: tuple[str, ...]
     """The command that submits the file, which is its last word."""
     shares_files: bool

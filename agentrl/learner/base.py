@@ -300,7 +300,7 @@ class RankGroup(Protocol):
     def save(self, folder: Path) -> None:
         """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
 
-        When it returns, training may go on: the state has been copied. An earlier save is waited for.
+        When it returns, training may continue: the state has been copied. An earlier save is waited for.
         """
 
     def finish_save(self) -> None:

@@ -62,7 +62,7 @@ class Checkpoints:
     def save(self, step: int, learner: LearnerGroup, state: dict[str, Any], critic: CriticGroup | None = None) -> Path:
         """Begin to write the checkpoint of ``step`` and return its folder, which exists once it is complete.
 
-        When it returns, training may go on. The previous checkpoint is waited for. A kill at any time leaves all older
+        When it returns, training may continue. The previous checkpoint is waited for. A kill at any time leaves all older
         checkpoints complete.
 
         Args:
@@ -211,7 +211,7 @@ def _state_checksum(state: Mapping[str, object]) -> str:
 def saved_score(checkpoint: Path, metric: str | None = None) -> float | None:
     """Return the ``score`` in a checkpoint's state, or None; an unreadable one is reported when it is resumed from.
 
-    With ``metric`` that of another one does not count. Older checkpoints have no name of theirs.
+    With ``metric``, the score of another metric is ignored. Older checkpoints do not name the metric.
     """
     try:
         state = load_state(checkpoint)

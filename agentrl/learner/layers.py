@@ -135,7 +135,7 @@ _OPTIONS: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
-"""Of the forward pass, and of what is computed again."""
+"""Contexts of the forward pass and of the recomputation."""
 
 
 def _products() -> set[object]:

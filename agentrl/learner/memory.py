@@ -44,7 +44,7 @@ class MemoryOptions:
     """What the memory of a rank depends on besides model and configuration."""
 
     ranks: int
-    """Of the learner."""
+    """Ranks of the learner."""
     tokens: int
     """Tokens of a micro-batch that this rank computes: with ``learner.context_parallel`` a part."""
     bfloat16: bool

@@ -18,7 +18,7 @@ from agentrl.learner.export import RankBucket
 
 GroupT = TypeVar("GroupT")
 HandlesOrError = list[str] | LearnerError
-"""Of the bucket on a rank; see `WeightBucket.ipc_handles`."""
+"""IPC handles of the bucket on a rank; see `WeightBucket.ipc_handles`."""
 
 _IDLE = timedelta(days=1)
 """Time limit of the wait for a command: the driver has its own limits, and ends the ranks of a failed one."""

@@ -39,7 +39,7 @@ CPU_STORED_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows with about as many tokens, and about as many of their own."""
+    """Rows of similar length, with a similar number of own tokens."""
 
     query_N_Q: torch.Tensor
     """int64 indices of the rows' own tokens; padding repeats the last."""

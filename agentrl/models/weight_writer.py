@@ -144,7 +144,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 DRAFTS = "draft_layers"
-"""Of the layers next to a distributed checkpoint."""
+"""Folder of the layers next to a distributed checkpoint."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 

@@ -20,12 +20,12 @@ environments or rewards, fewer episodes than engines are left, an evaluation doe
 
 
 class _Change(NamedTuple):
-    """Of the number of waits of a kind."""
+    """Change of the number of waits of a kind."""
 
     at: float
     kind: str
     name: str
-    """Of a request its engine; of an episode or a phase the phase."""
+    """The engine of a request; the phase of an episode or of the trainer."""
     change: int
 
 

@@ -40,7 +40,7 @@ class JournaledGroup:
     """A group of episodes, as the journal has it."""
 
     position: int
-    """Of its task in the order of the run."""
+    """Position of its task in the order of the run."""
     version: int
     """The engines' policy version at its admission."""
     admitted: float
@@ -71,7 +71,7 @@ class JournaledBatch:
     """The groups that a step took, and the position in the task order once they are trained."""
 
     positions: tuple[int, ...]
-    """Of groups that it trains."""
+    """Positions of groups that it trains."""
     first: int
     """All tasks before it are trained or dropped."""
     ahead: tuple[int, ...]
@@ -90,11 +90,11 @@ class RecordedGroups:
     """The groups of a journal that a resumed run uses again."""
 
     batches: Mapping[int, JournaledBatch]
-    """Of the steps that are trained again, by step."""
+    """Batches of the steps that are trained again, by step."""
     taken: Sequence[JournaledGroup]
     """The groups of these batches."""
     untaken: Sequence[JournaledGroup]
-    """Those in no batch: finished ones wait for a step, the others go on."""
+    """Those in no batch: finished ones wait for a step, the others continue."""
 
     @property
     def processes(self) -> list[int]:
@@ -144,7 +144,7 @@ class JournalState:
     """What was trained before the journal began; nothing, unless an older run had none."""
     base_step: int = 0
     keys: list[Mapping[str, str]] = field(default_factory=list)
-    """Of each process the configuration keys that rollouts are made with, as text; see `agentrl.config.recorded`."""
+    """The configuration keys that rollouts are made with, as text, of each process; see `agentrl.config.recorded`."""
     conflicts: list[str] = field(default_factory=list)
     """Records that contradict earlier ones."""
 

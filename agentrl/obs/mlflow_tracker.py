@@ -83,7 +83,7 @@ def open_mlflow(
 ) -> Mlflow | None:
     """Start a run at MLflow, or resume that of ``folder``.
 
-    Returns None, and calls ``note``, if MLflow cannot be reached: the training run goes on without it.
+    Returns None, and calls ``note``, if MLflow cannot be reached: the training run continues without it.
 
     Args:
         folder: folder of the run, whose name is that of the run at MLflow.
@@ -113,7 +113,7 @@ def open_mlflow(
 
 
 def _start_run(client: MlflowClient, experiment: str, folder: Path, config: Mapping[str, object]) -> str:
-    """Return MLflow's id of the run, which has been started or goes on."""
+    """Return MLflow's id of the run, which has been started or continues."""
     from mlflow.entities import Param
 
     own_id = run_id(folder)

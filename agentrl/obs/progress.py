@@ -139,7 +139,7 @@ class ProgressView:
         live = mode == "live" or (mode == "auto" and console.is_terminal)
         self._live = Live(self._table(), console=console, refresh_per_second=4, transient=False) if live else None
         self.start = StartTimes(self.print_text, summary_only=live)
-        """Of the run."""
+        """Start times of the run."""
 
     def __enter__(self) -> ProgressView:
         """Start the live view."""
@@ -235,7 +235,7 @@ class StartTimes:
         self._print = print_text
         self._summary_only = summary_only
         self._texts: dict[waiting, str] = {}
-        """Of what has begun and not ended."""
+        """Texts of what has begun and not ended."""
         self._is_over = False
         self._created_at = time.monotonic()
         self._preflight_s = time.time() - psutil.Process().create_time()

@@ -34,7 +34,7 @@ _FRAME = struct.Struct("<4sIII")
 FRAME_BYTES = _FRAME.size
 """Bytes before the content of a record."""
 _LEVEL = 1
-"""Of zlib: higher ones take several times as long, and save little of log-probabilities."""
+"""Compression level of zlib: higher ones take several times as long, and save little of log-probabilities."""
 
 
 def encode_record(rollout: Rollout, *, with_images: bool = True) -> bytes:

@@ -18,7 +18,7 @@ class WaitBegun(NamedTuple):
     """A wait has begun."""
 
     number: int
-    """Of the wait in its process."""
+    """Number of the wait in its process."""
     outer: int
     """Number of the wait that it is nested in; -1: none that is sent."""
     kind: str
@@ -42,7 +42,7 @@ class WaitLog(WaitListener):
 
     def __init__(self) -> None:
         self.kinds: Collection[str] | None = None
-        """Kinds that are sent, beside `GROUP`; None: all."""
+        """Kinds that are sent, besides `GROUP`; None: all."""
         self._numbers = itertools.count()
         self._open: dict[waiting, int] = {}
         self._events: deque[WaitBegun | WaitEnded] = deque()

@@ -26,7 +26,7 @@ class RunEnd:
     error: str
     """Class of the exception that ended it; empty if it finished."""
     message: str
-    """Of the exception."""
+    """Message of the exception."""
     time: float
     """Seconds since the epoch."""
 

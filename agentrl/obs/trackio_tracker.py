@@ -48,7 +48,7 @@ def open_trackio(
 ) -> Trackio | None:
     """Start a run at trackio, or resume that of ``folder``.
 
-    Returns None, and calls ``note``, if trackio refuses: the training run goes on without it.
+    Returns None, and calls ``note``, if trackio refuses: the training run continues without it.
 
     Args:
         folder: folder of the run. The run's name at trackio is that of the folder, and an id.

@@ -135,7 +135,7 @@ class Watchdog:
         if self._log is None:
             return
         lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why}", *blocked, *_lines(waits, len(waits))]
-        with contextlib.suppress(OSError):  # of a full disk: the watch goes on
+        with contextlib.suppress(OSError):  # of a full disk: the watch continues
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("a", encoding="utf-8") as log:
                 log.write(hide_secrets("\n".join(lines)) + "\n")

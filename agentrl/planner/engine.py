@@ -60,7 +60,7 @@ _FRACTION = {"colocate": 0.8, "disaggregate": 0.85}
 PROCESS_BYTES = 4 * GIB
 """What an engine needs of a GPU besides weights and KV cache: its CUDA context, CUDA graphs and activations."""
 _FRACTION_STEP = 0.05
-"""Of ``mem_fraction_static`` of an engine beside a learner."""
+"""Step of ``mem_fraction_static`` of an engine that shares a GPU with the learner."""
 _TENSOR_NAMES = ("tp", "tp_size", "tensor_parallel_size")
 _CACHE_DTYPES = {"auto": 2, "bfloat16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Bytes of a number by SGLang's ``kv_cache_dtype``."""
@@ -102,7 +102,7 @@ class EngineWeights:
 
     numbers: int
     float8_numbers: int = 0
-    """Of them in float8."""
+    """How many of them are in float8."""
     scales: int = 0
     """In float32, of blocks of float8 numbers."""
 

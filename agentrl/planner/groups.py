@@ -1,4 +1,4 @@
-"""Groups of engines in a plan (``sampler.groups``), which have GPUs of their own."""
+"""Groups of engines in a plan (``sampler.groups``), which have their own GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of judges in a plan: on the policy's GPUs in turn, or on GPUs of their own."""
+"""Engines of judges in a plan: on the policy's GPUs in turn, or on their own GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JudgePlan:
     """Engines of one judge model."""
 
     key: str
-    """Of the judge's section."""
+    """Key of the judge's section."""
     model: str
     """``judge.model``."""
     is_shared: bool
@@ -68,7 +68,7 @@ class JudgePlan:
 
 
 def plan_judges(config: Config, mode: str, gpu_bytes: int, shared_gpus: int) -> tuple[JudgePlan, ...]:
-    """Return the engines of all judge models with engines of their own.
+    """Return the engines of all judge models with their own engines.
 
     Args:
         config: of the run.

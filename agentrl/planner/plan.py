@@ -61,7 +61,7 @@ class Option:
     judges: tuple[JudgePlan, ...] = ()
     """Engines of judges."""
     groups: tuple[GroupPlan, ...] = ()
-    """Groups of engines with options of their own."""
+    """Groups of engines with their own options."""
     faults: tuple[str, ...] = ()
     """Why it does not fit."""
 
@@ -267,7 +267,7 @@ class _Limits:
     """What a layout of the learner must keep to."""
 
     bytes: int
-    """Of a GPU."""
+    """Memory of a GPU."""
     engine_bytes: int
     """Bytes of a bucket and of the engine's weights on the learner's GPU while weights are sent; 0 if the two do not share GPUs
     in turn."""

@@ -142,7 +142,7 @@ def fit_to_gpu(
 
 
 def memory_limit(config: Config, gpu_bytes: int) -> tuple[float, str]:
-    """Return the bytes of a GPU that a rank of the learner may need by the estimate, and words on engines beside it.
+    """Return the bytes of a GPU that a rank of the learner may need by the estimate, and a text about engines that share it.
 
     With ``placement.mode=separate`` on a machine with one GPU, all engines that the run starts keep their shares of it while the
     learner trains: those of the policy, of teachers, frozen roles, snapshots, judges and evaluations.

@@ -403,7 +403,7 @@ class ChatRenderer(Renderer):
         return Prompt(tuple(ids) + tuple(index for message in continuation for index in self.encode(message.content)))
 
     def _join_cut_turns(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return the messages with each turn that was cut and went on as one, decoded as a whole: a cut may split a letter."""
+        """Return the messages with each turn that was cut and continued as one, decoded as a whole: a cut may split a letter."""
         joined: list[Message] = []
         for message in messages:
             if joined and message.inline and message.token_ids and joined[-1].token_ids:

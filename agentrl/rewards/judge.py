@@ -40,14 +40,14 @@ class Judgement:
     values: list[float] = field(default_factory=list)
     """From 0 to 1, those that succeeded."""
     errors: list[EpisodeError] = field(default_factory=list)
-    """Of those that failed."""
+    """Errors of those that failed."""
     calls: float = 0.0
     failed_calls: float = 0.0
     """Calls without a score."""
     prompt_tokens: float = 0.0
     completion_tokens: float = 0.0
     seconds: float = 0.0
-    """Of all calls, summed."""
+    """Duration of all calls, summed."""
 
     def mean(self) -> float:
         """Return the mean of the values; none may have failed."""

@@ -187,7 +187,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
 
 
 _SUPPORT_VERSION = (0, 5, 23)
-"""Of SGLang, which returns the sampling support of tokens since."""
+"""Version of SGLang, which returns the sampling support of tokens since."""
 
 
 def _check_support_version(python: Path | None) -> None:

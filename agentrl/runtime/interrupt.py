@@ -101,7 +101,7 @@ class Interrupt:
         self._notify = notify
         self._by = ""
         self._handlers: dict[signal.Signals, Any] = {}
-        """Of the handled signals, before."""
+        """Handlers of the handled signals, before."""
         self._caller: _CallerInterrupts | None = None
         self._request_by_caller: Callable[[], object] = lambda: None
         self._terminals: list[int] = []
@@ -174,7 +174,7 @@ class Interrupt:
         try:
             yield
         except asyncio.CancelledError:
-            # As in asyncio.timeout: a cancellation from elsewhere goes on.
+            # As in asyncio.timeout: a cancellation from elsewhere continues.
             if reason is None or body.uncancel() > cancellations:
                 raise
             raise reason from None

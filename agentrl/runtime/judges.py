@@ -30,7 +30,7 @@ JudgeLauncher = Callable[[str, EngineSpec], Launcher]
 
 @dataclass(frozen=True, slots=True)
 class JudgeModel:
-    """A model that judges, on engines of its own."""
+    """A model that judges, on its own engines."""
 
     folder: Path
     renderer: ChatRenderer
@@ -54,7 +54,7 @@ class OtherModels:
 
 
 def resolve_judges(config: Config, *, fetch: bool = True) -> dict[str, Path]:
-    """Return the folders of the judges with engines of their own, by ``judge.model``.
+    """Return the folders of the judges with their own engines, by ``judge.model``.
 
     Raises:
         MissingError: ``fetch`` is False and a model would have to be downloaded.
@@ -86,7 +86,7 @@ async def check_judge_endpoints(config: Config) -> None:
 
 
 def open_judge_models(config: Config) -> dict[str, JudgeModel]:
-    """Return the judges with engines of their own, by ``judge.model``. Their chat format is that of their tokenizer."""
+    """Return the judges with their own engines, by ``judge.model``. Their chat format is that of their tokenizer."""
     trusted, judges = config.model.trust_remote_code, judge_configs(config)
     return {
         name: JudgeModel(folder, load_renderer(folder, trust_remote_code=trusted), judges[name])

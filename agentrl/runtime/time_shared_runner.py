@@ -37,7 +37,7 @@ class TimeSharedRunner:
         check_dropped: bool = True,
         saved: SavedStates | None = None,
     ) -> list[Rollout]:
-        """Run all jobs; see `GroupRunner.run_many`. A judge of theirs gets the GPUs once no episode runs any more."""
+        """Run all jobs; see `GroupRunner.run_many`. Their judge gets the GPUs once no episode runs any more."""
         running = len(jobs)
 
         def end_episode() -> None:

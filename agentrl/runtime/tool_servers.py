@@ -132,7 +132,7 @@ class ToolServers:
         self.clients: dict[str, ToolClient] = {}
         """By the tool's registered name."""
         self.urls: dict[str, str] = {}
-        """Of all servers, by the tool's registered name."""
+        """URLs of all servers, by the tool's registered name."""
 
     async def start(self) -> None:
         """Start all servers without an address concurrently, and wait until they answer.

@@ -71,7 +71,7 @@ class Defence(StrEnum):
     PROCESS_NAMESPACE = "process_namespace"
     """Other processes are invisible and cannot be signalled (PID and IPC namespaces)."""
     FILES = "files"
-    """Of the machine's files only its programs are visible, read-only (mount namespace)."""
+    """Only the programs of the machine are visible of its files, read-only (mount namespace)."""
     ENVIRONMENT = "environment"
     """None of the server's environment variables."""
     PRIVILEGES = "privileges"

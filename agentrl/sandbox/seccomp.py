@@ -285,7 +285,7 @@ _FOR_MACHINES = """
 ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp chroot name_to_handle_at setpriority mbind
 set_mempolicy set_mempolicy_home_node migrate_pages move_pages remap_file_pages
 """
-"""Calls of `DENIED` that debuggers, package managers and servers in a machine of their own need."""
+"""Calls of `DENIED` that debuggers, package managers and servers in their own machine need."""
 _MACHINE_FAMILIES = Check(0, (AF_UNIX, AF_INET, AF_INET6, AF_NETLINK), errno=errno.EAFNOSUPPORT)
 MACHINE_CHECKED: Mapping[str, Check] = {
     **{name: CHECKED[name] for name in ("clone", "ioctl", "mmap", "shmget", "memfd_create")},

@@ -194,9 +194,9 @@ class GameScores:
     game: GameTree[Any]
     renderer: ChatRenderer
     timeout_s: float
-    """Of a request."""
+    """Time limit of a request."""
     vocabulary_size: int
-    """Of the policy's model."""
+    """Vocabulary size of the policy's model."""
     policies: tuple[str, str] = (MAIN, MAIN)
     """The policy of each seat."""
 

@@ -214,10 +214,10 @@ class League:
 
     config: SelfPlayConfig
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     pool: OpponentPool = field(init=False)
     ratings: Ratings = field(default_factory=Ratings)
-    """Of the policy, all snapshots that there were, and scripted players."""
+    """Ratings of the policy, all snapshots that there were, and scripted players."""
     results: WinTable = field(default_factory=WinTable)
     """All games of the run."""
     recent: WinTable = field(default_factory=WinTable)

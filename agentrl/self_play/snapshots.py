@@ -33,7 +33,7 @@ class SnapshotFolder:
     bucket_bytes: int = 1 << 20
     """Size of a file of weights."""
     dtype: str | None = None
-    """Of the written weights; None: the learner's."""
+    """Dtype of the written weights; None: the learner's."""
     lora: LoraConfig | None = None
     """With ``weights.adapters=only``: a snapshot has the adapters of each policy."""
 

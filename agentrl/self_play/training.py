@@ -37,7 +37,7 @@ class SelfPlay:
     config: SelfPlayConfig
     league: League
     agents: Sequence[str]
-    """Of the environment, in the order of seats."""
+    """Agents of the environment, in the order of seats."""
     tasks: int
     """Groups of a step."""
     snapshots: SnapshotFolder
@@ -46,7 +46,7 @@ class SelfPlay:
     policies: Mapping[str, str] = field(default_factory=dict)
     """The policy of each agent, in a run of several policies."""
     opponents: dict[int, str] = field(default_factory=dict)
-    """Of the groups that were admitted and not trained, by position."""
+    """Opponents of the groups that were admitted and not trained, by position."""
     _drawn_step: int | None = field(default=None, init=False)
     _drawn: Sequence[str] = field(default=(), init=False)
     """The opponents of the groups that were drawn last, in the order of tasks."""
@@ -57,7 +57,7 @@ class SelfPlay:
     _evaluated_pool: Sequence[str] = field(default=(), init=False)
     """Snapshots of the pool when the newest evaluation began."""
     metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the step that was recorded last."""
+    """Metrics of the step that was recorded last."""
     _strategies: dict[str, PlayedStrategy] = field(default_factory=dict, init=False)
     """In a game with a tree, of snapshots by name."""
 

@@ -42,7 +42,7 @@ class StepRows:
     """The rows of one optimizer step."""
 
     rows: list[Row]
-    """Of all its episodes or chats."""
+    """Rows of all its episodes or chats."""
     metrics: dict[str, float]
     """Metrics of the data, such as ``sft/reward``, the mean reward of the episodes, the expert's mistakes included."""
     images: Mapping[str, Image] = field(default_factory=dict)

@@ -30,7 +30,7 @@ class Demonstration(NamedTuple):
     row: Row
     """Its tokens."""
     reward: float
-    """Of the expert, whose mistakes count."""
+    """Reward of the expert's episode, its mistakes included."""
     images: Mapping[str, Image]
     """Images of the row, by digest."""
 

@@ -163,7 +163,7 @@ class FakeEngine(FakeWeightUpdates):
         Args:
             number: index in the run.
             refuse: an update with the weight of this name fails; with any weight, if it comes from a folder.
-            stuck: updates succeed, but the engine goes on with its first version.
+            stuck: updates succeed, but the engine continues with its first version.
             checksum_kind: kind of `checksums`.
             ranks: number of its ranks.
             dtype: the dtype that it reports.

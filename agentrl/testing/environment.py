@@ -137,7 +137,7 @@ def _action(env: Env, rng: np.random.Generator) -> Message:
 
 
 class _Record(EpisodeRecord[Env, tuple[Observation, Info], Action, Step]):
-    """Of one agent, whose tool calls ``respond`` answers."""
+    """Record of one agent, whose tool calls ``respond`` answers."""
 
     def __init__(self, factory: Callable[[], Env], task: Task, seed: int, respond: Respond) -> None:
         super().__init__(factory, task, seed)

@@ -20,7 +20,7 @@ from agentrl.testing.contract import require
 
 TrainedLearner: TypeAlias = LearnerRank | LearnerGroup
 _TOLERANCE = 1e-3
-"""Of log-probabilities after the same gradient was added up in another order."""
+"""Tolerance of log-probabilities after the same gradient was added up in another order."""
 
 
 def check_learner(make_learner: Callable[[], TrainedLearner], rows: Sequence[Row], folder: Path) -> None:

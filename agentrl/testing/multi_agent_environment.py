@@ -38,7 +38,7 @@ from agentrl.testing.contract import (
 _EPISODES = 6
 _STEPS = 32
 _CYCLES = 20
-"""Of PettingZoo's tests."""
+"""Number of cycles of PettingZoo's tests."""
 _LEGAL = 0.8
 """Share of moves that are legal, if an agent's info lists legal ones."""
 
@@ -112,7 +112,7 @@ def _check_pettingzoo(env_factory: Callable[[], MultiAgentEnv], name: str) -> No
 
 
 class _Record(EpisodeRecord[MultiAgentEnv, MultiReset, dict[str, Message], MultiStep]):
-    """Of several agents."""
+    """Record of several agents."""
 
     def start(self, seed: int) -> tuple[MultiAgentEnv, MultiReset]:
         env = self.factory()

@@ -77,7 +77,7 @@ class HostedTool(ABC):
         """Release what `start` made."""
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Return further HTTP routes of the server, for clients with a protocol of their own; usually none."""
+        """Return further HTTP routes of the server, for clients with their own protocol; usually none."""
         return ()
 
     def health(self) -> Mapping[str, Any]:

@@ -98,7 +98,7 @@ class LocalToolClient:
         sessions, self._sessions = self._sessions, None
         if sessions is not None:
             for session_id in session_ids.values():
-                await sessions.close(session_id)  # no other server goes on with them
+                await sessions.close(session_id)  # no other server continues with them
         await self._exits.aclose()
 
 

@@ -29,9 +29,9 @@ class RunOptions(Generic[S]):
     tool: S
     """The keys of the tool itself."""
     server: ServerConfig
-    """Of a server that the run starts."""
+    """Options of a server that the run starts."""
     client: ClientConfig
-    """Of the run's calls."""
+    """Options of the run's calls."""
     sandbox: SandboxConfig
     """The run's ``sandbox`` section."""
 

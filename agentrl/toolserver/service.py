@@ -52,8 +52,8 @@ class HostedService(ToolService):
     stateless: ClassVar[bool] = False
     """Whether all its tools are `StatelessTool`: then a run opens no sessions, and sends their calls in batches."""
     resumable: ClassVar[bool] = False
-    """Whether its tools go on in a session of another server process by the ids of their calls: then episodes outlive the server,
-    and a resumed run goes on with them."""
+    """Whether its tools continue in a session of another server process by the ids of their calls: then episodes
+    outlive the server, and a resumed run continues with them."""
 
     def __init_subclass__(cls) -> None:
         """Set ``sandboxed``, by which a run passes its ``sandbox`` section."""

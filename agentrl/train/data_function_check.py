@@ -30,7 +30,7 @@ _STEPS = 3
 
 
 def check_data_source(config: Config, source: str, step: RecordedStep) -> FunctionReport:
-    """Take the tasks of some steps with recorded rewards as results, and go on from the state as a resumed run does.
+    """Take the tasks of some steps with recorded rewards as results, and continue from the state as a resumed run does.
 
     Args:
         config: of the source, as of a run with one environment.

@@ -199,7 +199,7 @@ class EngineWeights:
     """Policy version of the engines of training."""
     _last_sync: SyncedWeights | None = field(default=None, init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the last sync, and of the check after the first one."""
+    """Metrics of the last sync, and of the check after the first one."""
     _gap: dict[str, float] = field(default_factory=dict, init=False)
     """Metrics of the check after the first sync, until the next one."""
     _generating: int = field(default=0, init=False)

@@ -41,13 +41,13 @@ class Evaluator:
     recorder: RolloutRecorder
     interrupt: Interrupt
     weights: EngineWeights
-    """Of the engines; nothing is evaluated before their first sync."""
+    """Weights of the engines; nothing is evaluated before their first sync."""
     self_play: SelfPlay | None = None
     """Opponents of the policy, if ``self_play`` is set."""
     game_scores: GameScores | None = None
     """Reads strategies, in a game with a tree."""
     standing: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the policy that is evaluated: its rating in self-play, and its exploitability."""
+    """Metrics of the policy that is evaluated: its rating in self-play, and its exploitability."""
 
     @property
     def episodes(self) -> int:
@@ -139,7 +139,7 @@ class _Running:
     start: float
     """When it began, on the clock of `time.perf_counter`."""
     done: int = 0
-    """Of them, those that have ended."""
+    """Episodes that have ended."""
     seconds: float = 0.0
     """Its duration, once it has ended."""
     awaited: bool = False
@@ -171,7 +171,7 @@ class Evaluations:
     """Metrics of that evaluation."""
     _running: _Running | None = field(default=None, init=False)
     _task: asyncio.Task[list[SetResult]] | None = field(default=None, init=False)
-    """Of `_running`."""
+    """Task of `_running`."""
 
     async def after(self, step: int, *, last: bool) -> bool:
         """Begin the evaluation after ``step``, if it is due, and log an earlier evaluation that has ended.

@@ -64,7 +64,7 @@ _EXCHANGES = (
     ("Which file holds a Python project's settings?", "Usually pyproject.toml, in the folder of the project."),
 )
 _MAX_TOKENS = 1024
-"""Of a row. A longer conversation loses its beginning."""
+"""Longest length of a row. A longer conversation loses its beginning."""
 _ANSWER_TOKENS = 32
 """Most tokens that an engine samples after a conversation."""
 _REQUEST_S = 120.0
@@ -79,7 +79,7 @@ class TurnPrompt:
 
     key: RowKey
     prompt: Prompt
-    """Of a model that reads images, each other conversation has one in its last question."""
+    """If the model reads images, every second conversation has one in its last question."""
     turn: int
     """From 1."""
     params: SamplingParams
@@ -141,7 +141,7 @@ class _SampledTurn:
     """The first sampled token."""
     turn: int
     images: tuple[PlacedImage, ...] = ()
-    """Of the row."""
+    """Images of the row."""
 
 
 def _sampled_turn(prompt: TurnPrompt, generation: Generation, engine: int) -> _SampledTurn:
@@ -270,7 +270,7 @@ class FirstSyncCheck:
     resend: WeightSync
     """Sends weights again, with checksums, to find what is wrong."""
     folder: Path
-    """Of the model, for a reference pass where the weights are right."""
+    """Folder of the model, for a reference pass where the weights are right."""
     is_float32: bool = False
     """Whether the engines compute in float32."""
     _turns: dict[int, list[_SampledTurn]] = field(default_factory=dict, init=False)

@@ -1,4 +1,4 @@
-"""Forks: a new run that begins with a checkpoint of another one, with a folder, a journal and trackers of its own.
+"""Forks: a new run that begins with a checkpoint of another one, with its own folder, journal and trackers.
 
 ::
 

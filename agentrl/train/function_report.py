@@ -16,11 +16,11 @@ class RecordedStep:
     """What a training step of a run recorded."""
 
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     step: int
     rollouts: Sequence[Rollout]
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the step; empty if they were not kept."""
+    """Metrics of the step; empty if they were not kept."""
 
     @property
     def groups(self) -> list[list[Rollout]]:
@@ -49,7 +49,7 @@ class FunctionReport:
     faults: list[str] = field(default_factory=list)
     """What a run would end with, or what breaks the contract."""
     seconds: list[float] = field(default_factory=list)
-    """Of each call."""
+    """Duration of each call."""
 
     def time(self, what: str) -> str:
         """Return the line on the time of its calls."""

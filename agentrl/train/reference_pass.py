@@ -13,7 +13,7 @@ from agentrl.learner.base import LearnerGroup
 from agentrl.models.module_outputs import ModuleOutputs, record_module_outputs
 
 _MOST_BYTES = 8 << 30
-"""Of the model's files: larger ones would take minutes, and the memory of the driver's machine."""
+"""Largest size of the model's files: larger ones would take minutes, and the memory of the driver's machine."""
 _BUCKET_BYTES = 1 << 28
 _FLOORS = {True: 1e-3, False: 5e-2}
 """Relative distance of outputs that rounding does not explain, by whether the engine computes in float32."""
@@ -26,7 +26,7 @@ class ReferencePass:
     """What transformers computes in float32 on the CPU, with the weights that the learner sends."""
 
     logprobs: NDArray[np.float32]
-    """Of the tokens from ``start`` on."""
+    """Log-probabilities of the tokens from ``start`` on."""
     outputs: ModuleOutputs
 
 

@@ -53,7 +53,7 @@ class StepRollouts:
     position: TaskPosition
     """In the task order, once they are trained."""
     filtered: list[Rollout] = field(default_factory=list)
-    """Of groups that ``rollout.filter_groups`` dropped, which are not trained."""
+    """Rollouts of groups that ``rollout.filter_groups`` dropped, which are not trained."""
     sampled: bool = True
     """Whether they were sampled for the step, and not read from the journal."""
 
@@ -137,7 +137,7 @@ class RunInputs:
 
     config: Config
     folder: Path
-    """Of the run."""
+    """Folder of the run."""
     model: Path
     """The folder of the initial weights, which ``warm_start`` writes if there is one."""
     state: Mapping[str, Any]

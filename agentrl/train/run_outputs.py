@@ -89,7 +89,7 @@ def open_metrics(
         folder: of the run.
         note: prints a line for the user.
         resume_after: metrics after this step are deleted; None starts a new log.
-        extra_trackers: beside those of the configuration.
+        extra_trackers: in addition to those of the configuration.
     """
     trackers = [*extra_trackers, *open_tensorboard(folder, config.obs.tensorboard, note, resume_after=resume_after)]
     obs, settings = config.obs, redact(config.model_dump(mode="json"))

@@ -53,7 +53,7 @@ class RunRecords:
     resume_after: int | None
     """Files by step after this one are deleted, as these steps are run again; None deletes none."""
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Of a step that is trained again."""
+    """Metrics of a step that is trained again."""
 
     @classmethod
     def open(cls, run: RunInputs) -> RunRecords:
@@ -279,7 +279,7 @@ class Sampling(RolloutSource):
 
     async def begin(self) -> None:
         """Delete what an earlier process recorded of steps after the checkpoint, and what its tool servers have left of episodes
-        that do not go on: everything is checked and loaded.
+        that do not continue: everything is checked and loaded.
         """
         self.records.begin()
         await self.services.tools.remove_left(self.records.journal.episodes.find_mentioned)

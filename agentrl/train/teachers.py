@@ -153,7 +153,7 @@ class Teacher:
     policy: str | None = None
     """Scored by the learner with this policy; None: by ``client``."""
     client: ScoringClient | None = None
-    """Of its server."""
+    """Client of its server."""
     process: RunningEngine | None = None
     """Its engine, if the run has started it."""
     privileged: PrivilegedRows | None = None
@@ -313,9 +313,9 @@ class _TeacherOpener:
     logs: Path
     exits: AsyncExitStack
     renderer: Renderer
-    """Of the policy."""
+    """Renderer of the policy."""
     vocabulary: Vocabulary
-    """Of the policy."""
+    """Vocabulary of the policy."""
 
     async def open(self, name: str, number: int) -> Teacher:
         """Return the teacher of a name, which is the run's teacher ``number``."""

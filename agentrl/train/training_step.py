@@ -59,7 +59,7 @@ class OptimizerStep:
     policy: str = "main"
     """Which of several policies is trained; all rows are of this one."""
     index: int = 0
-    """Of the optimizer steps of this policy in the training step."""
+    """Index of the optimizer steps of this policy in the training step."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class TrainingStep:
     rollouts: Sequence[Rollout]
     """All of the step, dropped ones included."""
     scores: StepScores = field(default_factory=StepScores)
-    """Of the rollouts that were not dropped. Set before advantages and batches are read."""
+    """Scores of the rollouts that were not dropped. Set before advantages and batches are read."""
     progress: float = 0.0
     """`RolloutSource.progress` before the step."""
     converted: ConvertedSamples | None = None
@@ -180,7 +180,7 @@ class TrainingStep:
 
     @cached_property
     def signals(self) -> RowSignals:
-        """What the policy is trained on beside tokens."""
+        """What the policy is trained on besides tokens."""
         return RowSignals(
             advantages=self.advantages,
             learner_logprobs=self.scores.learner or None,
@@ -316,14 +316,14 @@ class EarlyGroups:
     step: int
     """Training steps that were finished before."""
     scores: StepScores = field(default_factory=StepScores)
-    """Of the rollouts that were computed."""
+    """Scores of the rollouts that were computed."""
     _waiting: list[Rollout] = field(default_factory=list)
     """Rollouts that are too few for a micro-batch of each rank."""
     _waiting_tokens: int = 0
     _computed: set[str] = field(default_factory=set)
     """Ids of the rollouts that were computed."""
     _batch_metrics: list[Mapping[str, float]] = field(default_factory=list)
-    """Of their batches."""
+    """Metrics of their batches."""
     _seconds: float = 0.0
     _token_share: float = 0.0
 

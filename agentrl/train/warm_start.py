@@ -84,7 +84,7 @@ class WarmStart:
     name: str
     """``model.warm_start``."""
     config: Config
-    """Of ``agentrl sft``."""
+    """Configuration of ``agentrl sft``."""
     base: Path
     """Folder of the model that it fine-tunes."""
     log: Path

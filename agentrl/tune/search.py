@@ -106,7 +106,7 @@ class Search:
         self._end = clock() + budget_s
         self._start: Measurement | None = None
         self._best: Measurement | None = None
-        """Of the configuration with the settings that were kept."""
+        """Measurement of the configuration with the settings that were kept."""
 
     def run(self, knobs: Sequence[Knob]) -> None:
         """Measure the start, try the knobs, and measure what was kept again.
@@ -128,7 +128,7 @@ class Search:
             self._confirm()
 
     def _confirm(self) -> None:
-        """Measure all settings that were kept in a run of their own, and drop them if they gain nothing together."""
+        """Measure all settings that were kept in a separate run, and drop them if they gain nothing together."""
         assert self._start is not None, "the start is measured first"
         name = describe(self.best)
         try:

@@ -1,4 +1,4 @@
-"""Trials in processes of their own, each a training run: started once, and used again while only hot settings change.
+"""Trials in separate processes, each a training run: started once, and used again while only hot settings change.
 
 Its engines stay for the next run, if that has the same (``sampler.keep_minutes``).
 """
@@ -123,7 +123,7 @@ class TrialProcess:
     def __init__(self, child: ChildProcess, connection: Connection, keys: Tree, folder: Path) -> None:
         self.connection = connection
         self.keys = keys
-        """Of its configuration, without hot settings."""
+        """Keys of its configuration, without hot settings."""
         self.folder = folder
         self.child = child
 

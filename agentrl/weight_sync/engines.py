@@ -54,7 +54,7 @@ class Checksums:
         self._kinds = [KINDS[kind] for kind in kinds]
         self._digests: dict[str, set[str]] = {}
         self._wholes: dict[str, tuple[int, list[Hash]]] = {}
-        """Of weights that an engine may fuse: the number of parts so far, and hashes by dtype and kind."""
+        """State of weights that an engine may fuse: the number of parts so far, and hashes by dtype and kind."""
 
     def add(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Add the weights of a bucket."""
@@ -206,7 +206,7 @@ async def paused(engines: Sequence[EngineControl], mode: str) -> AsyncIterator[N
     """Pause the generations in progress on all engines in the block; see `EngineControl.pause`.
 
     Raises:
-        EngineError: an engine does not pause or does not go on. All others go on.
+        EngineError: an engine does not pause or does not continue. All others continue.
     """
     try:
         await call_all(engines, "pause of generations", lambda engine: engine.pause(mode))

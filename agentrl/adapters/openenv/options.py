@@ -34,7 +34,7 @@ class OpenEnvOptions(ServiceConfig):
     """What an error of the environment's step is: a failure of the episode, or a text for the policy."""
     deterministic: bool = False
     """Whether a step depends on nothing but the parameters of the reset, with their seed, and the actions before it. Then an
-    episode whose session is lost goes on in a new one, in which its actions are played again and must have the same results."""
+    episode whose session is lost continues in a new one, in which its actions are played again and must have the same results."""
     invalid_cost: float = Field(default=0.0, ge=0)
     """Taken from the reward for each turn that is no action."""
     max_invalid: PositiveInt = 3

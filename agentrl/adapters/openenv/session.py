@@ -25,7 +25,7 @@ _CLOSE_S = 2.0
 
 
 class LostSessionError(Exception):
-    """The session cannot go on: no connection, no reply in time, or a reply that is not of the protocol."""
+    """The session cannot continue: no connection, no reply in time, or a reply that is not of the protocol."""
 
 
 class RefusedError(Exception):
@@ -53,7 +53,7 @@ class StepReply:
     done: bool
     """Whether the episode is over."""
     metadata: Json
-    """Of the observation."""
+    """Metadata of the observation."""
 
 
 class Session(Protocol):

@@ -24,7 +24,7 @@ _WORDS = {"nltk", "words", "EnglishDictionary"}
 """What a module of a game of words imports."""
 _LOCK = threading.Lock()
 _source: str | None = None
-"""Of the games of words that this process has made."""
+"""Source of the words of the games that this process has made."""
 _cached: set[ModuleType] = set()
 
 

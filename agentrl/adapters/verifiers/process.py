@@ -49,7 +49,7 @@ class VerifiersProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._open: dict[int, Future[object]] = {}
-        """The calls of this process without a reply; each process has a mapping of its own, which its reader empties."""
+        """The calls of this process without a reply; each process has its own mapping, which its reader empties."""
         self._errors: list[str] = []
         """The last lines of its standard error."""
         atexit.register(self.close)

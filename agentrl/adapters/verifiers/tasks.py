@@ -26,7 +26,7 @@ class EpisodeFacts(msgspec.Struct, frozen=True):
     config: dict[str, object]
     """The environment's configuration, verifiers' block ``env``."""
     index: int
-    """Of the task in the taskset."""
+    """Index of the task in the taskset."""
     size: int
     """Tasks that are read of the taskset."""
 

@@ -133,7 +133,7 @@ def _with_module(config: Json) -> Json:
         return config
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
-        # Tool servers import the module in processes of their own.
+        # Tool servers import the module in separate processes.
         os.environ["PYTHONPATH"] = os.pathsep.join([str(path.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     importlib.import_module(path.stem)
     return {**config, "taskset": {**config["taskset"], "id": path.stem}}
@@ -185,7 +185,7 @@ async def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # output of libraries goes to standard error
     os.environ[_KEY_VARIABLE] = "in the address"
-    # Programs that are installed beside verifiers, such as uv, which starts agents.
+    # Programs that are installed next to verifiers, such as uv, which starts agents.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     try:
         import verifiers.v1  # noqa: F401

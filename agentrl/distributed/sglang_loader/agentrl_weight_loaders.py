@@ -8,7 +8,7 @@ of a bucket, or that rank fetches it from the sender: it broadcasts the payload 
 GPUs (`EncodedBucket`).
 
 A bucket of changes is a header and a payload of bytes. Of each weight the payload has the changed numbers, and where they are:
-the count of unchanged ones before each, in a byte. The byte 255 stands for 255 unchanged numbers, and the count goes on in the
+the count of unchanged ones before each, in a byte. The byte 255 stands for 255 unchanged numbers, and the count continues in the
 next byte. A weight for which that is not less is sent whole.
 """
 

@@ -158,7 +158,7 @@ def _system(system: str | Sequence[_Block] | None) -> str:
 
 
 def _messages(message: _Message) -> list[Message]:
-    """Return a message as those of agentrl: results of tools are messages of their own."""
+    """Return a message as those of agentrl: results of tools are separate messages."""
     blocks = [_Block("text", message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
         return [_assistant_message(blocks)]

@@ -43,11 +43,11 @@ class _Server:
     host: str
     port: int
     context: ssl.SSLContext | None
-    """Of TLS; None: the connection is not encrypted."""
+    """Context of TLS; None: the connection is not encrypted."""
     path: str
     """Before that of a request."""
     headers: str
-    """Of every request, each with its line end."""
+    """Headers of every request, each with its line end."""
 
 
 @lru_cache(maxsize=1024)
@@ -76,7 +76,7 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._reply: asyncio.Future[HttpReply] | None = None
-        """Of the request in progress."""
+        """Reply of the request in progress."""
         self._headers: dict[bytes, bytes] = {}
         self._body: list[bytes] = []
         self._began = False

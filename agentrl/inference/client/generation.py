@@ -128,7 +128,7 @@ class GenerationClient(ABC):
         self._requests: dict[str, _Request] = {}
         self._turnstile = _Turnstile()
         self._numbers = itertools.count()
-        """Of requests: a repeated one may meet its predecessor, which the engine has not dropped yet."""
+        """Numbers of requests: a repeated request may meet its predecessor, which the engine has not dropped yet."""
 
     @property
     @abstractmethod

@@ -166,7 +166,7 @@ class SampledSupport:
 
     support: SamplingSupport
     logprobs: tuple[float, ...]
-    """Of the sampled ids among those of their support."""
+    """Log-probabilities of the sampled ids among those of their support."""
 
 
 def read_support(

@@ -73,7 +73,7 @@ class SGLangWeightUpdates:
         """Whether a paused engine keeps requests of other processes."""
         self._drops_cache = drops_cache
         self.version: int | None = None
-        """Of the last whole update; None: there was none."""
+        """Version of the last whole update; None: there was none."""
         self.adapters = SGLangAdapters(control)
         """The engine's LoRA adapters."""
         self._in_progress = False

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CACHE_BYTES = 256 << 20
-"""Of features; those of the images that were not used for the longest time are dropped."""
+"""Largest size of cached features; the least recently used images are dropped first."""
 INPUT_CACHE_BYTES = 64 << 20
-"""Of what the vision tower reads. New weights drop it: small tensors that stay for many updates lie between the large ones of
-each, so that the process grows by several times their size."""
+"""Largest size of cached inputs of the vision tower. New weights drop them: small tensors that stay for many updates lie
+between the large ones of each, so that the process grows by several times their size."""
 _MOST_KEYS = 1 << 16
 """Images whose keys and grids are remembered: an image that returns later has another key, and is computed again."""
 

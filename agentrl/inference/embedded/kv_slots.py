@@ -51,7 +51,7 @@ class SlotTable:
         self.stale: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         """Active slots with keys and values of older weights: no prefix is copied from them."""
         self._namespaces: NDArray[np.int64] = np.zeros(slots, np.int64)
-        """Of the requests that computed keys and values: they are reused within one namespace."""
+        """Namespaces of the requests that computed keys and values: they are reused within one namespace."""
         self._used: NDArray[np.int64] = np.zeros(slots, np.int64)
         self._clock = 0
         self._top = 0

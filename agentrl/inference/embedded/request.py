@@ -114,7 +114,7 @@ class KeptTokens:
     token_ids: list[int]
     logprobs: list[float]
     sampled_logprob: float
-    """Of the id that was sampled."""
+    """Log-probability of the id that was sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +143,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     supports: list[KeptTokens] = field(default_factory=list)
-    """Of each token of the output, with ``return_sampling_mask``."""
+    """Sampling support of each token of the output, with ``return_sampling_mask``."""
     versions: list[tuple[int, str]] = field(default_factory=list)
     """``(start, weight version)``: the version that samples from output token ``start`` on."""
     cached: int = -1

@@ -334,7 +334,7 @@ class Scheduler:
                 self._release_slot(request)
             self._waiting.extendleft(reversed(self._running))
             self._running = []
-        # Updates that waited for running requests may go on now: nothing is computed.
+        # Updates that waited for running requests may continue now: nothing is computed.
         self._idle.set()
 
     def resume(self) -> None:

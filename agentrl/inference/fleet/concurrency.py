@@ -44,7 +44,7 @@ class ConcurrencyControl:
         self._has_risen = False
         """Whether it has since it fell."""
         self._retracted = 0
-        """Of the observation before: engines report the number for a while."""
+        """Retracted requests of the observation before: engines report the number for a while."""
 
     def observe(self, load: EngineLoad) -> int:
         """Take note of an observation, and return the limit."""
@@ -85,7 +85,7 @@ class ConcurrencyMonitor:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Observe all engines once, and go on in a task.
+        """Observe all engines once, and continue in a task.
 
         Raises:
             ConfigError: an engine reports no load.

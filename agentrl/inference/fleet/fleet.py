@@ -87,7 +87,7 @@ class Fleet:
             max_tokens: ``rollout.max_tokens``; every engine must hold as many.
             prefix_cache: ``weights.prefix_cache``.
             restores_weights: whether the launcher's engines do; see `EngineSpec.restores_weights`.
-            group: name of the engines in metrics, as in ``sampler.groups``; empty: they have none of their own.
+            group: name of the engines in metrics, as in ``sampler.groups``; empty: they have none.
         """
         self.sampler = RoutedSampler(FIRST if config.max_running == "auto" else config.max_running)
         self.mirror = FleetMirror(self.sampler)

@@ -36,7 +36,7 @@ class MirroredEngine(GenerationClient):
         self._aborts: dict[str, EngineHttp] = {}
         """By address."""
         self.block_uses: list[BlockUse] = []
-        """Of replies since they were last taken, if the other process needs them."""
+        """Blocks of the prefix cache that replies since the last call have used, if the other process needs them."""
 
     def set_state(self, state: EngineState) -> None:
         """Take the engine's new state."""

@@ -42,7 +42,7 @@ class Interpreter:
     kernels: bool
     """SGLang's compiled kernels are installed, for any device."""
     version: str = ""
-    """Of SGLang; empty without its package's metadata."""
+    """Version of SGLang; empty without its package's metadata."""
 
     @classmethod
     def probe(cls, python: Path) -> Interpreter:

@@ -110,7 +110,7 @@ class EngineProcess:
         self.child.stop(0.0)
 
 
-def launch_embedded(  # what a start needs beside the engine's own options
+def launch_embedded(  # what a start needs besides the engine's own options
     model: Path,
     config: EmbeddedConfig | None = None,
     *,
@@ -184,7 +184,7 @@ def _wait_for_port(port_file: Path, child: ChildProcess, deadline: float) -> int
     return int(port_file.read_text())
 
 
-def launch_sglang(  # what a start needs beside SGLang's own options, of which there are hundreds
+def launch_sglang(  # what a start needs besides SGLang's own options, of which there are hundreds
     model: Path,
     *,
     log: Path,

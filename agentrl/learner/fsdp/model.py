@@ -263,7 +263,7 @@ class _Inputs:
     packed: PackedRows | Tree | DividedRows
     images: ImageTokens | None
     replayed_experts: torch.Tensor | None
-    """Of this rank's tokens, by layer."""
+    """Recorded experts of this rank's tokens, by layer."""
 
 
 def _place(

@@ -31,9 +31,9 @@ class RankMesh:
     """The ranks of the learner."""
 
     shards: DeviceMesh
-    """Of all weights but those of divided experts: ``shard``, or ``replica`` and ``shard`` with several copies."""
+    """Mesh of all weights but those of divided experts: ``shard``, or ``replica`` and ``shard`` with several copies."""
     experts: DeviceMesh | None
-    """Of divided experts: ``shard`` is the dimensions ``column`` and ``expert``."""
+    """Mesh of divided experts: ``shard`` is the dimensions ``column`` and ``expert``."""
 
     def holding(self, tensor: DTensor) -> DeviceMesh:
         """Return the mesh of a tensor that is sharded as one of another type of device."""

@@ -40,7 +40,7 @@ class MegatronWork:
     ranks: int
     """``learner.ranks``."""
     tokens: int
-    """Of a micro-batch, over all context-parallel ranks."""
+    """Tokens of a micro-batch, over all context-parallel ranks."""
     logits_chunk: int
     """Tokens whose logits are held at the same time."""
     bfloat16: bool = True

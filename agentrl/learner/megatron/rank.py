@@ -93,7 +93,7 @@ class MegatronRank(BackendRank):
         timeout = timedelta(seconds=config.step_timeout_s)
         self._all_ranks = dist.new_group(timeout=timeout, backend="gloo")
         self.writers = dist.new_group(timeout=timeout, backend="gloo")
-        """Of the threads that write checkpoints."""
+        """Process group of the threads that write checkpoints."""
 
     @override
     def computing(self) -> AbstractContextManager[None]:

@@ -34,7 +34,7 @@ class RankPart:
     ranks: tuple[int, ...]
     """The sender first."""
     names: frozenset[str]
-    """Of the weights."""
+    """Names of the weights."""
     groups: GatherGroups
     """In which they are gathered."""
 

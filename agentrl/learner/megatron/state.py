@@ -20,7 +20,7 @@ from agentrl.models.sharded_weights import WEIGHTS
 
 _Read = Callable[[torch.Tensor], torch.Tensor]
 OPTIMIZER, REFERENCE = "optimizer", "reference"
-"""Folders of a checkpoint, beside `WEIGHTS`."""
+"""Folders of a checkpoint, besides `WEIGHTS`."""
 
 
 class _Boxes:

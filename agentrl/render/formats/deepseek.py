@@ -102,7 +102,7 @@ class DeepSeekR1(DeepSeekV3):
 
     @override
     def boundary(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str | Fork:
-        """Of a turn that was opened with ``<think>``, at least that tag is dropped later."""
+        """Fork where the template later drops at least the opening ``<think>`` of a turn."""
         boundary = super().boundary(history, new, tools)
         if not self._keep and isinstance(boundary, str) and _role_before_turn(history) != "tool":
             return Fork(

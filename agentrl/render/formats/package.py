@@ -1,4 +1,4 @@
-"""Chat formats of the package ``renderers``, for families that agentrl has no format of its own for."""
+"""Chat formats of the package ``renderers``, for families for which agentrl has no format."""
 
 from __future__ import annotations
 

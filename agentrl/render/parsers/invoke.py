@@ -90,7 +90,7 @@ class Step3Parser(InvokeParser):
 
 
 class AtemParser(InvokeParser):
-    """Parser of the calls of Muse Glimmer, which are in a channel of their own."""
+    """Parser of the calls of Muse Glimmer, which are in a separate channel."""
 
     def __init__(self) -> None:
         super().__init__("<atem:function_calls>", "</atem:function_calls>", "atem:")

@@ -261,7 +261,7 @@ class TemplateProbe:
         return message.content in text or answer[max(0, answer.find(f" {_WORDS}")) :].lstrip() in text
 
     def _parse_turn(self, turn: Turn, ids: Sequence[int], tools: Sequence[Tool], prompt: Sequence[int]) -> Message:
-        """Return a sampled turn as an episode reads it: each call with an id of its own."""
+        """Return a sampled turn as an episode reads it: each call with its own id."""
         message = self.renderer.parse(ids, tools, prompt_ids=prompt)
         calls = zip(message.tool_calls, turn.calls, strict=False)
         return replace(message, tool_calls=tuple(replace(call, id=call_of_turn.id) for call, call_of_turn in calls))

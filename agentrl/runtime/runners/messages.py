@@ -40,7 +40,7 @@ class Setup:
     """The first message to a runner process."""
 
     config: Config
-    """Of the run, with the addresses of its tool servers."""
+    """Configuration of the run, with the addresses of its tool servers."""
     model: Path
     """Folder of the tokenizer."""
     episodes: int
@@ -55,7 +55,7 @@ class UpdateFleet:
 
     fleet: int
     number: int
-    """Of the message."""
+    """Number of the message."""
     update: FleetUpdate
 
 
@@ -142,14 +142,14 @@ class Pulse:
     """Sent every second by the runner's event loop."""
 
     longest_wait: str
-    """Of its episodes, in words."""
+    """Longest wait of its episodes, in words."""
     cpu_s: float
     """CPU time of the process so far."""
     counts: Sequence[Counter[str]]
-    """Of all requests so far, by fleet; see `RoutedSampler`."""
+    """Counts of all requests so far, by fleet; see `RoutedSampler`."""
     discarded_tokens: Sequence[int]
     block_uses: Sequence[Mapping[str, Sequence[BlockUse]]] = ()
-    """Of replies since the last pulse, by fleet and engine."""
+    """Block uses of replies since the last pulse, by fleet and engine."""
 
 
 @dataclass(frozen=True, slots=True)

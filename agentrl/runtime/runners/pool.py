@@ -141,7 +141,7 @@ class RunnerPool:
         """Whether each episode is one rollout, with the id of its job."""
         self.failure = FailurePolicy(config.rollout.failure)
         self.restarts = 0
-        """Of all processes."""
+        """Restarts of all processes."""
         self._config, self._model, self._fleets = config, model.absolute(), fleets
         self._runners = [
             RunnerProcess(number, logs.absolute(), self._fleet_number, self._receive, self._outer_wait, remote)
@@ -157,7 +157,7 @@ class RunnerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes."""
+        """Process ids of the processes."""
         return [runner.pid for runner in self._runners]
 
     async def spawn(self) -> None:

@@ -262,7 +262,7 @@ class RunnerServer:
 
 
 def _sent_kinds(obs: ObsConfig) -> Collection[str] | None:
-    """Return the kinds of waits that the run's process needs, beside those around groups; None: all."""
+    """Return the kinds of waits that the run's process needs, besides those around groups; None: all."""
     if obs.otlp is not None:
         return None
     return KINDS if obs.trace else (ROLLOUT, REQUEST)

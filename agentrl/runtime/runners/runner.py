@@ -86,7 +86,7 @@ class RemoteRunners(Protocol):
 
     @property
     def address(self) -> str:
-        """Of this machine, for the others."""
+        """Address of this machine, for the others."""
         ...
 
     def start(self, number: int, command: Sequence[str], *, log: Path, env: Mapping[str, str]) -> RunningProcess:
@@ -140,7 +140,7 @@ class RunnerProcess:
         self._receive = receive
         self._remote = remote
         self._numbers = itertools.count()
-        """Of updates."""
+        """Numbers of updates."""
         self._replies: dict[int, asyncio.Future[Mapping[str, RequestsInProgress]]] = {}
         self._waits = RemoteWaits(number, outer_wait)
         self._child: RunningProcess | None = None
@@ -149,7 +149,7 @@ class RunnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Process id of the process."""
         assert self._child is not None, "spawn comes first"
         return self._child.pid
 

@@ -27,7 +27,7 @@ from agentrl.toolserver.client.server import ServerDown, ToolServer
 _log = logging.getLogger(__name__)
 
 WAIT_S = 2.0
-"""Seconds the end of an episode waits for the close of its session, which otherwise goes on in the background."""
+"""Seconds the end of an episode waits for the close of its session, which otherwise continues in the background."""
 LAST_S = 5.0
 """Seconds `ToolServerClient.aclose` waits for sessions to be closed."""
 BATCH = 64
@@ -71,7 +71,7 @@ class ToolServerClient:
         key: the configuration key of the addresses, for messages.
         tools: the tools that a policy may call there.
         stateless: whether the tools are `StatelessTool`.
-        resumable: whether they go on in a session of another server process; see `HostedService.resumable`.
+        resumable: whether they continue in a session of another server process; see `HostedService.resumable`.
 
     Raises:
         ConfigError: an address is invalid.

@@ -138,7 +138,7 @@ class ToolServer:
     async def instance(self) -> str:
         """Return the id of the server process that answers.
 
-        On a new connection: a healthy server may have closed those in the pool, as it does after an error of its own.
+        On a new connection: a healthy server may have closed those in the pool, as it does after an internal error.
 
         Raises:
             aiohttp.ClientError, TimeoutError: none does.

@@ -53,7 +53,7 @@ class Answer:
 @dataclass(slots=True)
 class _Entry:
     digest: bytes
-    """Of tool and arguments."""
+    """Digest of tool and arguments."""
     answer: asyncio.Future[Answer] | None
     """None if the result is no longer kept."""
     size: int = 0

@@ -57,7 +57,7 @@ class _Lease:
 
 
 _lease: ContextVar[_Lease | None] = ContextVar("agentrl_lease", default=None)
-"""Of the call that runs in this task and in the tasks that it starts."""
+"""Lease of the call that runs in this task and in the tasks that it starts."""
 
 
 class Session(ToolSession):
@@ -101,7 +101,7 @@ class Session(ToolSession):
         self._last_used = self._shared.clock()
 
     async def call(self, call: ToolCall) -> Answer:
-        """Run a call, or wait for the answer of the earlier call with its id. It goes on if the caller is cancelled.
+        """Run a call, or wait for the answer of the earlier call with its id. It continues if the caller is cancelled.
 
         Raises:
             Conflict: the id belongs to another call, or to one whose answer is no longer kept.

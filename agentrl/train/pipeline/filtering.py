@@ -26,13 +26,13 @@ class Filtering:
         self._groups: dict[int, list[Rollout]] = {}
         """Filtered since the step before, by position."""
         self._count = 0
-        """Of those that this process filtered: a run that the limit has stopped can be resumed."""
+        """Number of those that this process filtered: a run that the limit has stopped can be resumed."""
         self._reasons: Counter[str] = Counter()
-        """Of these groups."""
+        """Reasons of these groups."""
         self._rewards: list[float] = []
-        """Of the rollouts that ended since the step before, without those that the failure policy dropped."""
+        """Rewards of the rollouts that ended since the step before, without those that the failure policy dropped."""
         self.metrics: dict[str, float] = {}
-        """Of the groups that were taken last."""
+        """Metrics of the groups that were taken last."""
 
     @property
     def filtered(self) -> list[Rollout]:

@@ -33,9 +33,9 @@ class StepGroups:
     """The groups of a training step, and those that were filtered since the step before."""
 
     positions: list[int]
-    """Of the tasks that the step trains, ascending."""
+    """Positions of the tasks that the step trains, ascending."""
     filtered_positions: list[int]
-    """Of those that were filtered."""
+    """Positions of those that were filtered."""
     rollouts: list[Rollout]
     """To train on, in the order of positions and samples."""
     filtered: list[Rollout]
@@ -80,7 +80,7 @@ class GroupScheduler:
     guard: Callable[[], AbstractAsyncContextManager[None]]
     """The context in which episodes run; a signal or a dead server ends it."""
     journal: Journal
-    """Of the run; it may have groups of an earlier process."""
+    """Journal of the run; it may have groups of an earlier process."""
     config: RolloutConfig
     mask_older_than: int | None = None
     """``async.mask_older_than``."""
@@ -89,14 +89,14 @@ class GroupScheduler:
     self_play: SelfPlay | None = None
     """Chooses who plays in a group when it is admitted."""
     version: int = field(init=False)
-    """Of the engines' policy."""
+    """Version of the engines' policy."""
     filtering: Filtering = field(init=False)
     """Drops finished groups, in whose places others begin."""
     _restored: deque[int] = field(default_factory=deque, init=False)
     """Groups that began in an earlier process and are resumed, the oldest first."""
     _running: RunningEpisodes = field(default_factory=RunningEpisodes, init=False)
     _results: dict[int, list[Rollout]] = field(default_factory=dict, init=False)
-    """Of finished groups by position."""
+    """Rollouts of finished groups by position."""
     _main: asyncio.Task[None] | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """A group has finished, or all have ended."""
@@ -108,7 +108,7 @@ class GroupScheduler:
     """When sampling began or groups were taken, on the loop's clock."""
     _length_bias: LengthBias = field(default_factory=LengthBias, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)
-    """Of the groups that were taken last."""
+    """Metrics of the groups that were taken last."""
 
     def __post_init__(self) -> None:
         """Begin with the policy of the last finished step."""

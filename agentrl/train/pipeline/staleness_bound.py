@@ -21,7 +21,7 @@ class AdmittedGroup:
     """A group that was admitted and that no step has taken."""
 
     position: int
-    """Of its task in the order of the run."""
+    """Position of its task in the order of the run."""
     version: int
     """The engines' policy version at its admission: its tokens are not older."""
     finished: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 CARDS = "JQK"
 """From low to high."""
 NAMES = {"J": "jack", "Q": "queen", "K": "king"}
-"""Of the cards, in texts."""
+"""Names of the cards, in texts."""
 
 
 def legal_moves(history: Sequence[str]) -> list[str]:
@@ -32,7 +32,7 @@ def state_text(card: str, history: Sequence[str], say_card: bool = False) -> str
 
 
 def payoffs(cards: Sequence[str], history: Sequence[str]) -> tuple[float, float] | None:
-    """Return what each seat wins or loses with its card after the moves of ``history``; None if the game goes on."""
+    """Return what each seat wins or loses with its card after the moves of ``history``; None if the game continues."""
     last = history[-1] if history else ""
     if last == "fold":  # of the player who moved last
         return (-1.0, 1.0) if len(history) % 2 else (1.0, -1.0)

@@ -1,4 +1,4 @@
-"""Container tasks: the policy runs commands in a machine of its own, and tests grade what it has done."""
+"""Container tasks: the policy runs commands in its own machine, and tests grade what it has done."""
 
 from .env import TerminalEnv
 

@@ -54,11 +54,11 @@ class _QueuedCall:
     tool: str
     """At the tool server."""
     arguments: str
-    """Of that tool, as JSON."""
+    """Arguments of that tool, as JSON."""
     answer: str = ""
     """Empty: not run yet."""
     images: list[str] = field(default_factory=list)
-    """Of the answer, as ``data:`` URLs."""
+    """Images of the answer, as ``data:`` URLs."""
 
 
 class TerminalEnv(Env):
@@ -101,7 +101,7 @@ class TerminalEnv(Env):
         self._machine = machine
         self._offer_mcp_tools(())
         self._access: Mapping[str, Any] | None = None
-        """Of the agent program, as the tool server has given it."""
+        """Access of the agent program, as the tool server has given it."""
         self._calls = 0
         """Calls of `BASH` that reached the machine."""
         self._due = ""
@@ -251,7 +251,7 @@ class TerminalEnv(Env):
         return observation
 
     def _score(self, grade: Mapping[str, Any]) -> Step:
-        """Take the grade of a step; go on with the next step, if there is one."""
+        """Take the grade of a step; continue with the next step, if there is one."""
         self._step_rewards.append(dict(grade["rewards"]))
         self._metrics = {
             "forgeable": max(self._metrics.get("forgeable", 0.0), float(grade["forgeable"])),

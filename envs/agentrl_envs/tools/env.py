@@ -14,7 +14,7 @@ KEY = "env.options.tools"
 class ToolsEnv(Env):
     """Shows the task's prompt; the policy calls tools until a turn without a call, which is its answer and ends the episode.
 
-    The reward comes from ``reward.function``. An episode that a limit ends has no answer: text beside a call is none.
+    The reward comes from ``reward.function``. An episode that a limit ends has no answer: text next to a call is none.
     """
 
     blocking: ClassVar[bool] = False

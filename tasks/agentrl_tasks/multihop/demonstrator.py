@@ -88,7 +88,7 @@ class Expert:
         return plan
 
     def _stray(self, at: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Take another relation at hop ``at``, then go on with the question's as far as they apply."""
+        """Take another relation at hop ``at``, then continue with the question's as far as they apply."""
         taken, path = list(self._question.relations[:at]), list(self._question.path[: at + 1])
         wrong = [name for name in self._available_relations(path[-1]) if name != self._question.relations[at]]
         for relation in (self._choice(wrong), *self._question.relations[at + 1 :]):

@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""Of a tool it shows only ``name(arguments)``: a small policy learns from examples what a tool does, and a schema would be
+"""Tools are shown as ``name(arguments)`` only: a small policy learns from examples what a tool does, and a schema would be
 most of its prompt."""
 
 

@@ -1,4 +1,4 @@
-"""The calculator as an MCP server over stdio, a program of its own that knows nothing of agentrl's tool servers.
+"""The calculator as an MCP server over stdio, a separate program that knows nothing of agentrl's tool servers.
 
 ``python -m agentrl_tools.calculator.mcp_server``
 """

@@ -45,7 +45,7 @@ class Rule:
     compare: Compare = "tokens"
     """Words or lines."""
     tolerance: float | None = None
-    """Of ``tokens``: numbers may differ by this much, times the expected number if that is greater than 1; None
+    """With ``compare="tokens"``: numbers may differ by this much, times the expected number if that is greater than 1; None
     requires the same text."""
 
     def fits(self, printed: str, expected: str) -> bool:

@@ -28,7 +28,7 @@ async def remove_left_machines(
 
     Args:
         options: with the owner; none of its processes has opened a machine yet.
-        find_resumed: returns those of some keys whose episodes go on.
+        find_resumed: returns those of some keys whose episodes continue.
 
     Returns:
         how many were removed. A daemon that does not answer is named in a warning: its machines stay until their leases end.

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class TerminalService(HostedService):
-    """Machines of container tasks. They outlive the server: its next start, or a resumed run, goes on with them."""
+    """Machines of container tasks. They outlive the server: its next start, or a resumed run, continues with them."""
 
     name: ClassVar[str] = "terminal"
     Options: ClassVar[type[Section]] = TerminalOptions
@@ -91,7 +91,7 @@ class TerminalService(HostedService):
     def remove_left(
         self, options: Mapping[str, object], folder: Path, find_resumed: Callable[[Collection[str]], Collection[str]]
     ) -> int:
-        """Remove the machines of the folder's owner whose episodes do not go on."""
+        """Remove the machines of the folder's owner whose episodes do not continue."""
         parsed = self._read(options).tool
         assert isinstance(parsed, TerminalOptions)
         owned = parsed.model_copy(update={"owner": (folder / _OWNER).read_text()})

@@ -125,14 +125,14 @@ class TerminalTool(HostedTool):
         return result
 
     async def end(self, session: ToolSession) -> None:
-        """Remove the machines of the session's episode, unless the server stops: another one may go on with them."""
+        """Remove the machines of the session's episode, unless the server stops: another one may continue with them."""
         if session.server_stops:
             return
         for key in [key for key, owner in session.state.items() if owner is self._episodes]:
             await self._episodes.end(key)
 
     async def close(self) -> None:
-        """Close the connections; machines of episodes that go on elsewhere stay."""
+        """Close the connections; machines of episodes that continue elsewhere stay."""
         await self._episodes.close()
 
 

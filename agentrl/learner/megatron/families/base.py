@@ -58,7 +58,7 @@ class Weight:
     split: Literal["rows", "columns"] | None = "rows"
     """What tensor-parallel ranks divide; None if each has the whole weight."""
     dtype: str | None = None
-    """Of a weight whose dtype is not the model's."""
+    """Dtype of a weight whose dtype is not the model's."""
 
     def tensors(self) -> Iterator[HfTensor]:
         """Iterate over the Hugging Face tensors, each once."""
