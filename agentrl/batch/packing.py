@@ -35,7 +35,7 @@ from agentrl.core.types import Row
 
 
 def packed_experts(rows: Sequence[Experts | None], slices: Sequence[slice], length: int) -> torch.Tensor | None:
-    """Return the experts ``[L, layers, K]`` of packed rows, also where they are not known.
+    """Return the experts ``[L, layers, K]`` of packed rows; `unknown_experts` where they are not known.
 
     Returns:
         None if no row has any.
@@ -51,7 +51,7 @@ def packed_experts(rows: Sequence[Experts | None], slices: Sequence[slice], leng
 
 
 def routing_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
-    """Return the share of tokens whose experts are known, and their bytes; nothing for batches without."""
+    """Return the share of tokens whose experts are known, and their bytes; empty if no batch has experts."""
     with_experts = [(batch.row_L, batch.experts_L) for batch in micro if batch.experts_L is not None]
     if not with_experts:
         return {}
@@ -71,7 +71,7 @@ def packed_support(rows: Sequence[Row], length: int) -> SamplingSupport:
 
 
 def support_metrics(micro: Sequence[MicroBatch]) -> dict[str, float]:
-    """Return the mean number of ids that trained tokens were sampled from, and their bytes; nothing for batches without."""
+    """Return the mean number of ids that trained tokens were sampled from, and their bytes; empty if no batch has a support."""
     supports = [(batch.mask_L.numpy(), batch.support) for batch in micro if batch.support is not None]
     if not supports:
         return {}
@@ -103,7 +103,7 @@ class PackOptions:
     pad_id: int = 0
     """Token that fills micro-batches."""
     share_prefixes: bool = False
-    """Whether the learner computes what rows of a micro-batch begin with once, if that is faster."""
+    """Whether the learner computes a prefix that rows of a micro-batch share once, if that is faster."""
     aggregation: Aggregation = "token_mean"
     """See `row_weights`."""
     constant_tokens: int = 1
@@ -113,11 +113,11 @@ class PackOptions:
     temperature: float = 1.0
     """Temperature of sampling; the learner computes log-probabilities at the same temperature."""
     truncation: Truncation | None = None
-    """See `GlobalBatch.truncation`; of batches of kind ``rl`` only."""
+    """See `GlobalBatch.truncation`; for batches of kind ``rl`` only."""
     replays_support: bool = False
     """Whether micro-batches of kind ``rl`` have the sampling support of rows, without which no token is trained."""
     provenance: Literal["strict", "warn"] = "strict"
-    """``warn`` leaves masked tokens of an ``rl`` batch out of the loss that no engine sampled; the others keep their weights.
+    """``warn`` leaves trained tokens of an ``rl`` batch that no engine sampled out of the loss; the others keep their weights.
     ``strict`` leaves them for `check_provenance` to refuse."""
     sources: tuple[str, ...] = ()
     """Names of the sources of a mixed run; each row gets the index of its source."""
@@ -138,7 +138,7 @@ class RowSignals:
     """
 
     advantages: RowValues | None = None
-    """Advantages of every trained row; None is zeros, for supervised batches and the critic's."""
+    """Advantages of every trained row; None is zeros, as in supervised batches and the critic's."""
     learner_logprobs: RowValues | None = None
     """Log-probabilities of the learner before the first optimizer step of the training step."""
     correction: RowValues | None = None
@@ -146,9 +146,9 @@ class RowSignals:
     values: RowValues | None = None
     """The critic's values before the first optimizer step of the training step."""
     returns: RowValues | None = None
-    """What the critic learns to predict."""
+    """Returns: the targets of the critic."""
     weights: RowValues | None = None
-    """What the loss of each token is multiplied by (``batch.convert``); None is ones."""
+    """Factors of the loss of each token (``batch.convert``); None is ones."""
     images: Mapping[str, Image] = field(default_factory=dict)
     """Images of the rows, by digest."""
 

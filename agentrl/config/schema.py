@@ -35,7 +35,7 @@ class PlacementConfig(Section):
     mode: Mode = "separate"
     """``separate``: the engines on the last GPUs of this machine, the learner's ranks where Ray places them, starting with
     the first ones here; on a machine with one GPU both use it, and neither releases its memory. ``colocate``: the engines
-    share the learner's GPUs by time sharing; whichever is idle has released its memory. ``disaggregate``: the engines have
+    share the learner's GPUs by time sharing; the idle side has released its memory. ``disaggregate``: the engines have
     their own GPUs. ``colocate`` and ``disaggregate`` reserve their GPUs as a Ray placement group, on one machine or
     several."""
 
@@ -46,7 +46,7 @@ class PlacementConfig(Section):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether learner and engines use the same GPUs in turns, and whichever is idle has released its memory."""
+        """Whether learner and engines share GPUs by time sharing; the idle side has released its memory."""
         return self.mode == "colocate"
 
 
@@ -122,12 +122,12 @@ class Config(Section):
 
     @property
     def max_tokens(self) -> int:
-        """``rollout.max_tokens``, of a mixed run the largest of its sources."""
+        """``rollout.max_tokens``; in a mixed run the largest value of its sources."""
         return max(config.rollout.max_tokens for config in self.by_source().values())
 
     @property
     def label(self) -> str:
-        """The environment's name; of a mixed run the names of the sources."""
+        """The environment's name; in a mixed run the names of the sources."""
         return "+".join(self.sources) if self.sources else self.env.name
 
     def by_source(self) -> dict[str, Config]:
@@ -157,7 +157,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _resolve_sft(self) -> Config:
-        """Choose length and context weight of supervised fine-tuning by its data; chats have epochs until they are read."""
+        """Choose length and context weight of supervised fine-tuning: files and rollouts have epochs, demonstrations steps."""
         sft = self.sft
         has_epochs = self.data.path is not None or sft.rollouts.path is not None
         if sft.context_weight is None:

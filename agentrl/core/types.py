@@ -115,7 +115,7 @@ class ToolCalls:
     """Returned by ``Env.step`` in place of messages: the runner runs them and steps again with their ``ToolResults``."""
 
     calls: tuple[ToolCall, ...]
-    """In the order of their results."""
+    """The calls, in the order of their results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ class Fork:
     """A renderer's result if new messages cannot be appended: the caller renders the whole conversation and forks."""
 
     reason: ForkReason
-    """Why."""
+    """Reason for the fork."""
     detail: str = ""
     """The reason in words, with the value at fault."""
 
@@ -287,7 +287,7 @@ class MaskReason(IntEnum):
 
 
 class FailureKind(StrEnum):
-    """Origin of a failure. The run's failure policy decides by it what happens to the episode."""
+    """Origin of a failure. The run's failure policy has a rule for each."""
 
     SAMPLER = "sampler"
     """The engine failed, or the connection to it."""
@@ -363,7 +363,7 @@ class Generation:
     verified: int = 0
     """Forward passes that verified drafts; 0 without speculative decoding."""
     experts: Experts | None = None
-    """``[n, layers, K]`` experts of the tokens of prompt and output from ``experts_from`` on, but for the last, which the engine
+    """``[n, layers, K]`` experts of the tokens of prompt and output from ``experts_from`` on, except the last, which the engine
     did not compute."""
     experts_from: int = 0
     """The first token of ``experts``."""
@@ -449,7 +449,7 @@ class Row:
     fork: ForkReason | None = None
     """Why it does not continue the previous row; None in a trajectory's first row."""
     temperature: float = 1.0
-    """The sampling temperature; ``logprobs`` are those of the distribution at it."""
+    """The sampling temperature; ``logprobs`` are those of the distribution at this temperature."""
     experts: Experts | None = None
     """``[T, layers, K]`` experts that the engine's routers chose for each token; the highest number of the dtype where they are
     not known. None: of no token. Not recorded in files."""
@@ -483,13 +483,13 @@ class RewardTerm:
     """One of several rewards of a rollout. Example: ``RewardTerm(0.5, weight=2.0)``."""
 
     value: float | None
-    """Without its weight; None: what gives it has failed."""
+    """The reward without its weight; None: the function that computes it has failed."""
     weight: float = 1.0
     """Its weight in the sum."""
 
     @property
     def weighted(self) -> float:
-        """Its part of the sum."""
+        """Its contribution to the sum."""
         return self.weight * (self.value or 0.0)
 
 
@@ -500,7 +500,7 @@ turn."""
 
 @dataclass(frozen=True, slots=True)
 class EndpointRecord:
-    """What a model at an endpoint read and said. Its tokens are not known, so it cannot be trained on."""
+    """The conversation of a model at an endpoint. Its tokens are not known, so it cannot be trained on."""
 
     model: str
     """Name of the model."""
@@ -547,8 +547,8 @@ class Rollout:
     tool_seconds: float = 0.0
     """Part of it that was spent in tool calls."""
     tool_uses: dict[str, ToolUse] = field(default_factory=dict)
-    """Tool calls of the episode, by the tool's name; calls of unknown tools are left out. Of several rollouts of an episode
-    the first has them."""
+    """Tool calls of the episode, by the tool's name; calls of unknown tools are left out. If an episode has
+    several rollouts, the first has them."""
     sampled_tokens: int = 0
     """Tokens that the policy sampled; those of a model at an endpoint as the endpoint counts them."""
     endpoint: EndpointRecord | None = None

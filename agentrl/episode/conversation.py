@@ -1,4 +1,4 @@
-"""Conversations with a policy: what they have in common, and the one with token ids in and token ids out."""
+"""Conversations with a policy: what they have in common, and the conversation in token ids."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BaseConversation(ABC):
         self.stop_reason: StopReason | None = None
         """Why `sample` returned None; None while further turns are possible."""
         self.last_turn: TurnEnd | None = None
-        """The end of the turn that was sampled last, if its tokens are known; None before the first, and after an aborted one."""
+        """End of the last sampled turn, if its tokens are known; None before the first turn and after an aborted turn."""
         self._context = context
         self._finish_reason: FinishReason | None = None  # of the last turn
         self._unrecorded: Message | None = None  # the last turn, until it is in the state's turns
@@ -139,7 +139,7 @@ class BaseConversation(ABC):
         failure: Failure | None = None,
         agent: str = "main",
     ) -> Rollout:
-        """Return the conversation and its branches as a rollout. One that was aborted is dropped: where it ends is arbitrary.
+        """Return the conversation and its branches as a rollout. An aborted one is dropped: its end is arbitrary.
 
         Args:
             task: the episode's task.
@@ -196,7 +196,7 @@ class BaseConversation(ABC):
         return tuple(named)
 
     def _seed(self, request_id: str) -> int | None:
-        """Return the seed of a request, which depends on nothing but the request, in every process."""
+        """Return the seed of a request: a function of the request alone, the same in every process."""
         run_seed = self._context.sampling.seed
         return None if run_seed is None else _request_seed(run_seed, self.state.seed, request_id)
 
@@ -357,7 +357,7 @@ class Conversation(BaseConversation):
             _log.warning("session %s was not closed: %s", self.state.episode_id, error)
 
     def _cut_to_fit(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """Return messages, of whose texts those that fill the context alone are cut behind that.
+        """Return messages; each text that would fill the context alone is cut after that length.
 
         No turn follows such a prompt, and to encode the output of a tool of 50 MB would stop all episodes for a minute.
         """

@@ -46,7 +46,7 @@ class EpisodeSettings:
     lineup: Lineup | None = None
     """Who plays, if the environment has several agents; None if it has one."""
     programs: Mapping[str, SeatProgram] = field(default_factory=dict)
-    """Play agents of the environment with the policies of their seats, by agent or role."""
+    """Programs that play agents of the environment with the policies of their seats, by agent or role."""
 
     @property
     def grades_groups(self) -> bool:
@@ -61,13 +61,13 @@ class EpisodeSettings:
 
 @dataclass(frozen=True, slots=True)
 class SamplingChange:
-    """Sampling parameters in place of a runner's. Its engines return neither experts nor sampling support then."""
+    """Sampling parameters that replace a runner's. With them engines return neither experts nor sampling support."""
 
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int | None = None
-    """None: the runner's limit stays."""
+    """None keeps the runner's limit."""
     ignore_eos: bool = False
 
 
@@ -96,7 +96,7 @@ class GroupRunner(Protocol):
 
         Args:
             jobs: the episodes.
-            on_done: gets each rollout once it has its reward.
+            on_done: called with each rollout once it has its reward.
             on_ended: called when an episode has ended, before it is graded.
             check_dropped: see `check_dropped`, which is called with the rollouts.
             saved: saves episodes of an environment of one agent between turns; they resume from their saved states.
@@ -129,7 +129,7 @@ class EpisodeRunner:
     """Runs the episodes of one policy.
 
     Args:
-        settings: by task source; ``""`` in a run with one environment.
+        settings: how episodes run, by task source; ``""`` in a run with one environment.
         failure: decides what a failed episode becomes.
         slots: limit the concurrent episodes of all sources; several runners may share them.
     """

@@ -177,7 +177,7 @@ class _TokenGraph:
             experts.fill(node.experts[first - node.start :][: len(node_experts)], node_experts)
 
     def _split(self, index: int, size: int) -> int:
-        """Split a node after ``size`` tokens and return the new node that holds them; the rest stays at ``index``."""
+        """Split a node after ``size`` tokens and return the new node that holds them; the other tokens stay at ``index``."""
         node = self.nodes[index]
         siblings = self.children[node.parent]
         siblings.remove(index)
@@ -246,7 +246,7 @@ class Trajectory:
 
     @property
     def tip(self) -> int:
-        """Where the conversation is in the graph, for `branch`; holds when it has continued, too."""
+        """Where the conversation is in the graph, for `branch`; stays valid when the conversation continues."""
         return self._tip
 
     def branch(self, tip: int | None = None, fork: ForkReason = ForkReason.BRANCH) -> Trajectory:
@@ -285,7 +285,7 @@ class Trajectory:
         return len(self.token_ids)
 
     def append_sampled(self, generation: Generation) -> None:
-        """Add the tokens of a generation; one that was aborted before its first token adds nothing.
+        """Add the tokens of a generation; a generation aborted before its first token adds nothing.
 
         The same tokens sampled twice are two samples, and both are trained on.
 

@@ -36,7 +36,7 @@ class WeightSource(Protocol):
     """Full (unsharded) weights by name."""
 
     float32_weights: frozenset[str] = frozenset()
-    """Names of weights of which the model's folder has float32 and smaller dtypes of others: they are sent without a cast."""
+    """Names of weights that the model's folder has in float32 while others have a smaller dtype: they are sent without a cast."""
 
     @property
     def float8(self) -> EngineFloat8:
@@ -44,7 +44,7 @@ class WeightSource(Protocol):
 
         Raises:
             ConfigError: see `read_engine_float8`.
-            LearnerError: it is not known, as of adapters.
+            LearnerError: it is not known, as for adapters.
         """
         raise LearnerError("which of these weights engines have in float8 is not known")
 
@@ -63,7 +63,7 @@ class StreamSource(WeightSource, Protocol):
     """A part of the weights, which some ranks gather and the first of them sends: a stream of buckets."""
 
     ranks: Sequence[int]
-    """Those that call `gather`, the sender first."""
+    """The ranks that call `gather`, the sender first."""
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class StreamedWeights(Protocol):
     """What a `LearnerRank` may have in addition: ranks that each send a part of the weights."""
 
     def streams(self) -> Sequence[StreamSource]:
-        """Return the streams in which this rank takes part, and bring its weights up to date.
+        """Return the streams in which this rank takes part, with current weights.
 
         Collective: all ranks call it before the streams' weights are gathered. Two streams of several ranks have the same order
         on all of them. All ranks' streams together have each weight once; weights that a loader joins are in one stream.
@@ -116,7 +116,7 @@ class LearnerRank(WeightSource, Protocol):
     def logprobs(self, batch: GlobalBatch, policy: str = "main") -> RowLogprobs:
         """Return the log-probabilities of the rows in ``batch.micro[0]``.
 
-        Of ranks that compute the same micro-batches, one returns all rows. The others return the same, or none.
+        Among ranks that compute the same micro-batches, one returns all rows; the others return the same or none.
 
         Raises:
             LearnerError: no such policy is loaded.
@@ -217,12 +217,12 @@ class LearnerBackend(ABC):
 class WeightBucket(Protocol):
     """Full (unsharded) weights that ranks hold on their device until the next bucket is requested.
 
-    All ranks hold a bucket of `WeightExport.buckets`; one of `WeightExport.buckets_by_sender` those that have gathered it. Where
-    methods name rank 0, the bucket's sender is meant. Methods block.
+    A bucket of `WeightExport.buckets` is on all ranks, a bucket of `WeightExport.buckets_by_sender` on the ranks that have
+    gathered it. "Rank 0" in the docstrings of methods is the bucket's sender. Methods block.
     """
 
     specs: Sequence[TensorSpec]
-    """Names, dtypes and shapes of the weights, in the order in which they follow each other in memory."""
+    """Names, dtypes and shapes of the weights, in their order in memory."""
     last: bool
     """Whether this is the last bucket."""
     sender: int
@@ -251,7 +251,7 @@ class WeightBucket(Protocol):
     def broadcast(self) -> None:
         """Broadcast the weights from their sender in the group that it has joined with `LearnerGroup.join_group`.
 
-        They are one tensor of bytes, or large weights one after the other: see `flat_bucket.broadcast_as_one`.
+        They are sent as one tensor of bytes, large weights one by one: see `flat_bucket.broadcast_as_one`.
 
         Raises:
             EngineError: another process of the group died or is too slow, or `leave_group` was called.
@@ -259,7 +259,7 @@ class WeightBucket(Protocol):
         """
 
     def ipc_handles(self) -> list[str]:
-        """Return, by rank, handles that open the weights in another process on the same GPU. Of `WeightExport.buckets` only.
+        """Return, by rank, handles that open the weights in another process on the same GPU. For `WeightExport.buckets` only.
 
         Each is a bucket as SGLang's ``/update_weights_from_tensor`` takes it; see `agentrl.distributed.flat_bucket.serialize`.
 
@@ -300,11 +300,11 @@ class RankGroup(Protocol):
     def save(self, folder: Path) -> None:
         """Begin to write optimizer, scheduler and random states and the model as a Hugging Face folder ``folder/model``.
 
-        When it returns, training may continue: the state has been copied. An earlier save is waited for.
+        When it returns, the state has been copied and training may continue. It waits for an earlier save.
         """
 
     def finish_save(self) -> None:
-        """Wait until all of the folder is written. May be called from any thread, while another trains.
+        """Wait until all of the folder is written. May be called from any thread, also during training.
 
         Raises:
             LearnerError, OSError: it could not be written.
@@ -354,15 +354,15 @@ class WeightExport(Protocol):
         """Open, in a rank's process, the store of a group, at an address that the engines at ``urls`` can reach.
 
         Args:
-            urls: of the engines.
+            urls: addresses of the engines.
             size: number of processes in the group, including the sender.
             backend: ``nccl`` or ``gloo``.
             timeout_s: time limit of joining, and later of each broadcast.
-            sender: the rank; it leaves an earlier group.
+            sender: rank that opens the group; it leaves an earlier one.
         """
 
     def join_group(self, group: WeightGroup, sender: int = 0) -> None:
-        """Let the rank join the group that `open_group` opened there, as the group's rank 0; returns when all have joined.
+        """Let the sender join the group that `open_group` opened on it, as the group's rank 0; returns when all have joined.
 
         Raises:
             EngineError: not all joined in time, or `leave_group` was called.

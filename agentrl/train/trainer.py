@@ -32,7 +32,7 @@ NONFINITE = {
 }
 """Warnings by metric."""
 FLAT_STEPS = 5
-"""Steps in which a run learns from less than half of its groups, before it warns."""
+"""Steps over which the share of informative groups is averaged; below one half the run warns."""
 FLAT = (
     f"{{taught:.0%}} of the groups of the last {FLAT_STEPS} steps taught something; within each of the others all rewards are "
     "equal (mean reward {reward:.2f}). Tasks of another difficulty teach more (tasks.options, data.path, or "
@@ -64,13 +64,13 @@ class Trainer:
     spent_s: float = 0.0
     """Seconds in training steps, without evaluations."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """That the run's rollouts are made with; see `agentrl.config.recorded`."""
+    """Configuration keys that the run's rollouts are made with; see `agentrl.config.recorded`."""
     monitor: Callable[[], dict[str, float]] = dict
     """Returns metrics of the run's processes since the last call, for the row of a step."""
     callbacks: RunCallbacks = field(default_factory=RunCallbacks)
-    """The run's."""
+    """Callbacks of the run."""
     _unannounced: list[Path] = field(default_factory=list, init=False)
-    """Checkpoints of which the callbacks do not know yet."""
+    """Checkpoints that have not been announced to the callbacks."""
     _warned: set[str] = field(default_factory=set, init=False)
     _taught: deque[float] = field(default_factory=lambda: deque(maxlen=FLAT_STEPS), init=False)
     """``train/taught_groups`` of the last steps."""
@@ -136,7 +136,7 @@ class Trainer:
         try:
             await self._sync_weights(watch)
             is_synced = True
-        finally:  # the step is trained, and saved, also if its weights do not reach the engines
+        finally:  # the step is trained, and is saved, even if its weights do not reach the engines
             with watch("record"):
                 metrics |= self.source.metrics() | self.steps.estimators.metrics()
                 metrics |= self.monitor() | {"train/version": float(self.step)} | self._between_steps.metrics()
@@ -191,7 +191,7 @@ class Trainer:
         )
 
     def _seconds_left(self) -> float | None:
-        """Return what is left of ``train.minutes``, or None without that limit."""
+        """Return the seconds that remain of ``train.minutes``; None without that limit."""
         minutes = self.steps.settings.config.train.minutes
         return None if minutes is None else 60 * minutes - self.spent_s
 
@@ -234,19 +234,19 @@ class Trainer:
         self.saved = self.step
 
     async def _checkpoint(self) -> None:
-        """Begin to write a checkpoint, once the one before is complete and the callbacks know of it."""
+        """Begin to write a checkpoint, once the previous one is complete and announced to the callbacks."""
         await self._finish_save()
         await self._announce_checkpoints()
         await self._save()
 
     async def _announce_checkpoints(self) -> None:
-        """Tell the callbacks of checkpoints, which are complete."""
+        """Call the callbacks for the checkpoints that are complete."""
         paths, self._unannounced = self._unannounced, []
         for path in paths:
             await self.callbacks.on_checkpoint(path)
 
     async def _finish_save(self) -> None:
-        """Wait until the checkpoint that is being written is complete."""
+        """Wait until the checkpoint in progress is complete."""
         with self._between_steps("save"), waiting(PHASE, f"step {self.step}", "save"):
             try:
                 await asyncio.to_thread(self.checkpoints.finish)

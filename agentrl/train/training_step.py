@@ -57,9 +57,9 @@ class OptimizerStep:
     trained: set[str]
     """Ids of the rollouts whose rows are trained; not empty, and among those that count."""
     policy: str = "main"
-    """Which of several policies is trained; all rows are of this one."""
+    """The policy that is trained, if there are several; all rows belong to it."""
     index: int = 0
-    """Index of the optimizer steps of this policy in the training step."""
+    """Index among the optimizer steps of this policy in the training step."""
 
 
 @dataclass
@@ -68,11 +68,11 @@ class TrainingStep:
 
     settings: StepSettings
     estimators: RunEstimators
-    """With their state before the step."""
+    """The estimators, with their state before the step."""
     step: int
-    """Training steps that were finished before."""
+    """Number of training steps finished before this one."""
     rollouts: Sequence[Rollout]
-    """All of the step, dropped ones included."""
+    """All rollouts of the step, dropped ones included."""
     scores: StepScores = field(default_factory=StepScores)
     """Scores of the rollouts that were not dropped. Set before advantages and batches are read."""
     progress: float = 0.0
@@ -140,7 +140,7 @@ class TrainingStep:
         return AdvantageInput(groups, kl=penalties, values=self.scores.values)
 
     def optimizer_steps(self) -> list[OptimizerStep]:
-        """Divide the rollouts among ``train.steps_per_rollout`` optimizer steps; an empty one is left out.
+        """Divide the rollouts among ``train.steps_per_rollout`` optimizer steps; empty steps are left out.
 
         Groups stay whole: each optimizer step gets the same number of groups, or one more. Rollouts without an advantage,
         such as those of groups whose rewards are all equal, add nothing to the gradient and are left out; whether they count
@@ -220,7 +220,7 @@ class TrainingStep:
         return returns
 
     def value_batches(self) -> list[GlobalBatch]:
-        """Return the batches of the critic's optimizer steps, among which rollouts are divided as among those of the policy.
+        """Return the batches of the critic's optimizer steps; rollouts are divided among them as among those of the policy.
 
         Rollouts without an advantage are trained on too.
         """
@@ -262,7 +262,7 @@ class TrainingStep:
         )
 
     def _shaping_metrics(self) -> dict[str, float]:
-        """Return what functions of the user have made of samples and rewards; nothing without any."""
+        """Return metrics of the user's functions on samples and rewards; empty without any."""
         metrics = {} if self.converted is None else dict(self.converted.metrics)
         if any(algo.reward_post_process is not None for algo in self.settings.algo_by_source.values()):
             metrics["train/processed_reward"] = mean([rollout.reward for rollout in self.shaped_groups.rollouts_N])
@@ -314,7 +314,7 @@ class EarlyGroups:
     estimators: RunEstimators
     learner: LearnerGroup
     step: int
-    """Training steps that were finished before."""
+    """Number of training steps finished before this one."""
     scores: StepScores = field(default_factory=StepScores)
     """Scores of the rollouts that were computed."""
     _waiting: list[Rollout] = field(default_factory=list)
@@ -390,11 +390,11 @@ class StepTrainer:
     teachers: Teachers | None = None
     """The teachers of on-policy distillation."""
     callbacks: RunCallbacks = field(default_factory=RunCallbacks)
-    """The run's."""
+    """Callbacks of the run."""
     convert: ConvertSamples | None = None
     """The function of ``batch.convert``."""
     optimizer_steps: int = field(default=0, init=False)
-    """That learner and critic have taken in the unfinished training step."""
+    """Optimizer steps that learner and critic have taken in the unfinished training step."""
 
     async def train(
         self, step: int, position: TaskPosition, watch: Stopwatch

@@ -1,4 +1,4 @@
-"""The weight sync contract, and what a transport declares of itself."""
+"""The weight sync contract, and what a transport declares about itself."""
 
 from __future__ import annotations
 
