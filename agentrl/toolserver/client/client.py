@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -95,6 +95,8 @@ class ToolServerClient:
         self._resumable = resumable
         self._sessions: dict[str, asyncio.Task[Session]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._unclosed: dict[ToolServer, list[Session]] = {}
+        """Sessions whose server did not answer when they ended. They take its places until it gets the DELETE."""
         self._batcher: Batcher[_Encoded, ToolResult] | None = None
         if stateless:
             self._batcher = Batcher(self._call_batch, max_batch=BATCH, concurrent=REQUESTS * len(addresses))
@@ -262,6 +264,8 @@ class ToolServerClient:
                 await self._pool.wait_until_up()
             for server in self._pool.by_load():
                 server.load += 1  # before the request: sessions that are opened at the same time spread, too
+                for unclosed_session in self._unclosed.pop(server, ()):  # it answers again
+                    self._start_closing(self._delete(unclosed_session))
                 session: Session | None = None
                 try:
                     reply = await server.request("POST", "/sessions", body, description="the request for a session")
@@ -288,10 +292,13 @@ class ToolServerClient:
         opening = self._sessions.pop(episode_id, None)
         if opening is None:
             return
-        closing = asyncio.create_task(self._close(opening), name=f"close {episode_id}")
+        await asyncio.wait({self._start_closing(self._close(opening))}, timeout=WAIT_S)
+
+    def _start_closing(self, close: Coroutine[object, None, None]) -> asyncio.Task[None]:
+        closing = asyncio.create_task(close, name="close a session")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        await asyncio.wait({closing}, timeout=WAIT_S)
+        return closing
 
     async def _close(self, opening: asyncio.Task[Session]) -> None:
         # A session that is still being opened has its place in the server's queue and is closed once it is open.
@@ -299,24 +306,29 @@ class ToolServerClient:
             session = await opening
         except AgentrlError:
             return  # it was never opened; the calls that needed it have raised the error
+        session.server.load -= 1
+        await self._delete(session)
+
+    async def _delete(self, session: Session) -> None:
         server = session.server
-        server.load -= 1
         try:
             self._pool.check_up(server)
             # One retry, for the connection that the server had closed meanwhile.
             reply = await server.request("DELETE", session.path, description="a DELETE", retries=1, timeout_s=END_S)
-            if reply.status >= 400 and reply.status not in (404, 410):
-                raise ToolFailure(f"{server.name} answered its DELETE with status {reply.status}: {reply.error}")
         except (ToolFailure, SandboxFailure, ServerDown) as error:
             _log.warning("session %s was not closed: %s", session.id, error)
+            self._unclosed.setdefault(server, []).append(session)
+            return
+        if reply.status >= 400 and reply.status not in (404, 410):
+            fault = f"{server.name} answered its DELETE with status {reply.status}: {reply.error}"
+            _log.warning("session %s was not closed: %s", session.id, fault)
 
     async def aclose(self) -> None:
         """Close the remaining sessions and all connections."""
         if self._batcher is not None:
             await self._batcher.close(ToolFailure("the client was closed during the call"))
         for episode_id in list(self._sessions):
-            opening = self._sessions.pop(episode_id)
-            self._closing.add(asyncio.create_task(self._close(opening)))
+            self._start_closing(self._close(self._sessions.pop(episode_id)))
         if self._closing:
             _, unfinished = await asyncio.wait(self._closing, timeout=LAST_S)
             for task in unfinished:

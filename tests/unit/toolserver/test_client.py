@@ -334,6 +334,28 @@ async def test_an_episode_does_not_wait_for_a_slow_end(monkeypatch):
 
 
 @in_loop
+async def test_sessions_that_end_while_their_server_is_unreachable_are_closed_before_it_gets_others():
+    """As when the network fails, or the server's machine stalls: its process goes on, with all of its places taken."""
+    async with fake_servers() as (server,):
+        client = connect(server)
+        for name in ("a", "b"):
+            await client.call(call(), episode_id=name)
+        await server.stop()
+        with pytest.raises(ToolFailure, match="does not answer"):
+            await client.call(call("2"), episode_id="a")
+        for name in ("a", "b"):
+            await client.close_session(name)
+        await server.start()
+        assert sorted(server.sessions.values()) == ["a", "b"]
+        assert (await client.call(call(), episode_id="new")).status is ToolStatus.OK
+        await until(lambda: list(server.sessions.values()) == ["new"])
+        assert server.count("DELETE") == 2
+        await client.close_session("new")
+        await client.aclose()
+        assert server.count("DELETE") == 3
+
+
+@in_loop
 async def test_a_session_that_is_still_being_opened_is_closed_once_it_is():
     """As when an episode is cancelled while it waits in the server's queue."""
     async with fake_servers() as (server,):
