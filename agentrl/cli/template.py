@@ -181,8 +181,8 @@ def _agentrl_does(transition: TurnTransition) -> str:
     from agentrl.render.template_check.turn_transitions import Continuation
 
     words = {
-        Continuation.BRIDGE: "bridge: the row goes on" + (", in other words" if transition.exact is False else ""),
-        Continuation.KEEP: "keep: the row goes on with the reasoning",
+        Continuation.BRIDGE: "bridge: the row continues" + (", in other words" if transition.exact is False else ""),
+        Continuation.KEEP: "keep: the row continues with the reasoning",
         Continuation.FORK: f"fork: a new row ({transition.reason})",
         Continuation.REFUSE: "refuse: the episode ends",
     }

@@ -50,7 +50,7 @@ class EngineHost:
         return engine.url, engine.child.pid, engine.start_details
 
     def free_port(self, address: str) -> int:
-        """Return a port of this machine that nobody uses."""
+        """Return a free port of this machine."""
         with reserve_port(address, 0, key="sampler.port") as port:
             return port
 

@@ -21,7 +21,7 @@ def running_address() -> str | None:
     """Return the address of a Ray cluster to join: ``RAY_ADDRESS``, or that of ``ray start`` on this machine if it answers.
 
     A Ray that another run started is never joined, as it ends with that run. Nor is one that another user started, who could
-    run code in this process: its note lies in a folder that everyone may write.
+    run code in this process: its note is in a folder that everyone may write.
     """
     named = os.environ.get("RAY_ADDRESS")
     if named:

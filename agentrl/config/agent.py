@@ -29,7 +29,7 @@ class ProgramAgentConfig(Section):
     role: str | None = None
     """Its role; agents with one role are alike: baselines and metrics are by role. null: its name."""
     model: str | None = None
-    """The model name by which a request chooses it; null: its name."""
+    """The model name that selects it in a request; null: its name."""
 
 
 class ProgramConfig(Section):

@@ -416,7 +416,7 @@ def check_placement(config: Config, learner_device: str) -> None:
     """Check that ``placement.mode`` fits the engines and the learner.
 
     Raises:
-        ConfigError: it does not; the message says what to set.
+        ConfigError: it does not; the message states what to set.
     """
     mode, sampler = config.placement.mode, config.sampler
     _check_engine_machines(config)

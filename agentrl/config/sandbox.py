@@ -27,7 +27,7 @@ class SandboxLimits(Section):
     file_mb: PositiveInt = 32
     """Size of one file, MiB."""
     disk_mb: PositiveInt = 64
-    """Size of all files, MiB. They lie in memory and count there too."""
+    """Size of all files, MiB. They are in memory and count there too."""
     inodes: int = Field(default=8192, ge=64)
     """Files and folders."""
     output_kb: PositiveInt = 1024

@@ -40,7 +40,7 @@ class ServerConfig(Section):
     idle_timeout_s: Seconds = 900.0
     """Seconds without a call until a session is closed."""
     drain_timeout_s: float = Field(default=10.0, ge=0, le=MAX_SECONDS)
-    """Seconds that running calls may still take after the server was asked to stop."""
+    """Seconds that running calls may still take after the server received the signal to stop."""
     token: str | None = None
     """Bearer token that requests must have; by default ``AGENTRL_TOOLS_TOKEN``. Required if the server listens on other
     addresses than the loopback."""

@@ -1,6 +1,6 @@
 """Builds or pulls one image: a process, so that its end at any time ends the daemon's work too.
 
-Its request comes as a line of JSON on standard input, what the daemon says goes to standard output.
+Its request comes as a line of JSON on standard input, the daemon's messages go to standard output.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BuildRequest(TypedDict):
 
 
 class BuildError(Exception):
-    """The daemon says that it failed."""
+    """The daemon reports that it failed."""
 
 
 def main() -> None:

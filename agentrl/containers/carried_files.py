@@ -38,7 +38,7 @@ conftest.py sitecustomize.py usercustomize.py *.pth *.pyc *.pyo *.egg-link pytes
 .bazelrc .curlrc .wgetrc .netrc .gdbinit .lldbinit .vimrc .exrc .Rprofile .perltidyrc .proverc .irbrc .rspec
 """
 LOADED_FILES = tuple(_LOADED_FILES.split())
-"""Names of files that shells, interpreters and test tools read, and mostly run, without being told to."""
+"""Names of files that shells, interpreters and test tools read, and mostly run, without an explicit option."""
 INSTALLED_FOLDERS = frozenset(["site-packages", "dist-packages", "node_modules", "__pycache__", ".pytest_cache"])
 """Folders of installed code and of caches."""
 _TEST_TOOLS = """

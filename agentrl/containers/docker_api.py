@@ -10,7 +10,7 @@ Options = dict[str, object]
 
 
 class DaemonInfo(TypedDict, total=False):
-    """What a daemon says of itself."""
+    """What a daemon reports about itself."""
 
     Driver: str
     Runtimes: dict[str, object]

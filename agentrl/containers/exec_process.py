@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the import takes longer than all others together
         AttachStderr: bool
 
     class ExecState(TypedDict):
-        """What the daemon says of a command."""
+        """What the daemon reports about a command."""
 
         Running: bool
         ExitCode: int | None
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # the import takes longer than all others together
         folder: str
         """Folder of the call."""
         marker: str
-        """Value of `MARKER` in the command's environment, by which its processes are known."""
+        """Value of `MARKER` in the command's environment, which identifies its processes."""
         exec: ExecOptions
         """The command."""
         wall_s: float
@@ -326,7 +326,7 @@ class Execution:
         return True
 
     def _state(self) -> ExecState | None:
-        """Return what the daemon says of the command; None once it has forgotten it, with its container."""
+        """Return what the daemon reports about the command; None once it has forgotten it, with its container."""
         try:
             state: ExecState = json.loads(self._daemon.request("GET", f"/exec/{self._id}/json"))
         except DaemonError as error:

@@ -65,7 +65,7 @@ class HostScan:
     """Machines of a daemon at one moment."""
 
     machines: tuple[ContainerSummary, ...]
-    """Containers of machines, whoever owns them; without those of services."""
+    """Containers of machines of all owners; without those of services."""
     leases: Mapping[str, LeasedMachine]
     """What leases say of them, by machine id."""
     free_numbers: tuple[int, ...]

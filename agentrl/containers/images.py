@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 
 class Images:
-    """Images of one daemon. Whoever needs an image that is being made waits for it.
+    """Images of one daemon. Callers wait for an image that is being built.
 
     Args:
         client: the daemon.
@@ -57,7 +57,7 @@ class Images:
         Args:
             image: a name; None: that of the build.
             build: the build, without an image.
-            progress: gets what the daemon says.
+            progress: called with the daemon's messages.
 
         Raises:
             ConfigError: the build has no Dockerfile.

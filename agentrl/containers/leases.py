@@ -61,7 +61,7 @@ class LeaseLabels:
 
 @dataclass(frozen=True, slots=True)
 class LeasedMachine:
-    """What a lease says of a machine."""
+    """What a lease records about a machine."""
 
     key: str
     expires: float

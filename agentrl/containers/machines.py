@@ -88,7 +88,7 @@ class Machines:
     async def open(self, spec: MachineSpec, key: str, *, beside: Machine | None = None) -> Machine:
         """Return a machine that is ready for commands: the one that the owner has under this key already, or a new one.
 
-        `Machine.is_adopted` says which. A machine of this key that has ended is removed, and a new one is made.
+        `Machine.is_adopted` tells which. A machine of this key that has ended is removed, and a new one is made.
 
         Args:
             spec: what a new one is made from.

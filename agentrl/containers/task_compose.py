@@ -47,7 +47,7 @@ _SIZES = {"": 1, "b": 1, "k": 2**10, "kb": 2**10, "m": 2**20, "mb": 2**20, "g": 
 
 @dataclass(frozen=True, slots=True)
 class ComposeFile:
-    """What a file says."""
+    """The content of a file."""
 
     services: tuple[ServiceSpec, ...]
     """Containers next to the agent's."""

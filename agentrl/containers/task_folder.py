@@ -80,7 +80,7 @@ class TaskStep:
     name: str
     """Its folder below ``steps/``; empty if the task is one step."""
     instruction: str
-    """What the agent is told."""
+    """The instruction of the agent."""
     files: Path | None
     """Folder whose files are copied to the working folder before it. Its ``setup.sh``, if it has one, is then run."""
     solution: Path | None
@@ -136,7 +136,7 @@ class TaskFolder:
 
     @property
     def instruction(self) -> str:
-        """What the agent is told first."""
+        """The first message to the agent."""
         return self.steps[0].instruction
 
     def checksum(self) -> str:

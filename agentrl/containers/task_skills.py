@@ -1,4 +1,4 @@
-"""Skills of a task: folders with a ``SKILL.md``, which an agent is told of and reads when it needs them."""
+"""Skills of a task: folders with a ``SKILL.md``, which the first message lists and an agent reads when it needs them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Skill:
 
 
 async def agent_instruction(folder: TaskFolder, machine: Machine) -> str:
-    """Return what an agent is told first: the instruction, and the skills in ``environment.skills_dir``.
+    """Return the first message to an agent: the instruction, and the skills in ``environment.skills_dir``.
 
     Raises:
         TaskError: the machine has no such folder, or a skill has no name and description.

@@ -107,7 +107,7 @@ def _python_object(reference: str, key: str, name: str) -> object:
     if name not in _python_objects:
         raise ConfigError(
             f"{key}={reference} is an object of the Python process that began the run, such as a class of a notebook's cell. "
-            f"Only Python can go on with it: agentrl.train(resume=…, …) with the object as {name}"
+            f"Only Python can resume it: agentrl.train(resume=…, …) with the object as {name}"
         )
     return _python_objects[name]
 

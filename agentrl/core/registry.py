@@ -101,7 +101,7 @@ def tool_definition(name: str) -> str | None:
 
 
 def _qualified_name(tool: Tool | type[ToolService]) -> str:
-    """Return the name by which two definitions are compared: a file that is run and imported defines an object twice."""
+    """Return the name that identifies a definition: a file that is run and imported defines an object twice."""
     return tool.function.__qualname__ if isinstance(tool, Tool) else tool.__qualname__
 
 
@@ -165,7 +165,7 @@ def _source_paths(file: Path) -> set[Path]:
 def installed_paths(group: str) -> dict[str, set[Path]]:
     """Return what the distributions with registered objects of a group have installed, by name; not their scripts.
 
-    For what lies in a folder of ``site-packages``, that folder.
+    For what is in a folder of ``site-packages``, that folder.
     """
     distributions = {name: point.dist for name, point in _entry_points(group).items()}
     return {name: _files(distribution) for name, distribution in distributions.items() if distribution is not None}
@@ -373,7 +373,7 @@ def lookup_tool(name: str) -> ToolService | Tool:
     definition = lookup(TOOLS, "mcp" if is_mcp(name) else name, "tool", key)
     is_service = inspect.isclass(definition) and issubclass(definition, ToolService)
     if is_service and (is_mcp(name) or is_reference(name)):
-        definition = type(definition.__name__, (definition,), {"name": name})  # by which its server looks it up
+        definition = type(definition.__name__, (definition,), {"name": name})  # its server looks it up by this name
     tool = definition() if is_service else definition
     if not isinstance(tool, ToolService | Tool):
         raise ConfigError(f"{key}: {name} is {tool!r:.100}, and neither an agentrl.Tool nor an agentrl.ToolService")

@@ -1,4 +1,4 @@
-"""What a docstring says of a tool and, in the styles of Google, NumPy and Sphinx, of its parameters."""
+"""What a docstring states about a tool and, in the styles of Google, NumPy and Sphinx, of its parameters."""
 
 from __future__ import annotations
 

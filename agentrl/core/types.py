@@ -281,7 +281,7 @@ class MaskReason(IntEnum):
     AUXILIARY = 4
     """It answers a request of an agent program that is no step of its work, such as one for a title."""
     AMBIGUOUS = 5
-    """It cannot be told which of several equal turns an agent program continued."""
+    """It is unknown which of several equal turns an agent program continued."""
     CONVERTED = 6
     """A sample conversion of the user (``batch.convert``) has taken it out."""
 

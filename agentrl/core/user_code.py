@@ -3,7 +3,7 @@
 `user_error` decides for all of them what ends the run. The run's own cancellation and Ctrl-C do. Everything else that the
 code raises is a failure of the code: SystemExit, GeneratorExit and a CancelledError that the run has not requested, too, also
 in tasks that the code has started itself.
-Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be told from it and ends the
+Ctrl-C raises KeyboardInterrupt in the main thread only. One that code raises there cannot be distinguished from it and ends the
 run; in any other thread it is a failure of the code.
 """
 

@@ -26,9 +26,9 @@ FIRST_BUDGET_S, BUDGET_S = 0.1, 0.4
 PROMPT_CHARACTERS = 2000
 """Characters of a group's prompt that are kept, from its end: questions come after instructions."""
 SORTS = ("step", "reward", "advantage", "tokens", "sampled", "turns", "seconds")
-"""Columns by which rollouts are sorted."""
+"""Sort columns of rollouts."""
 GROUP_SORTS = ("step", "reward", "deviation", "rollouts")
-"""Columns by which groups are sorted."""
+"""Sort columns of groups."""
 
 Kind = Literal["train", "eval"]
 Columns = dict[str, NDArray[Any]]

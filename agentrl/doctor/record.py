@@ -1,4 +1,4 @@
-"""What the folder of a run says about it."""
+"""What the folder of a run records about it."""
 
 from __future__ import annotations
 

@@ -363,7 +363,7 @@ class Chat:
         It has at most ``max_new_tokens``, and ``sampler.max_new_tokens``.
 
         Returns None once ``rollout.max_turns``, ``rollout.max_tokens`` or ``rollout.max_seconds`` is reached;
-        `stop_reason` says which. The time in which engines sample does not count.
+        `stop_reason` then names the limit. The time in which engines sample does not count.
 
         Raises:
             ValueError: there is nothing to answer: no message yet, or none since the policy ended its turn.

@@ -100,7 +100,7 @@ class BaseConversation(ABC):
         """Sample a turn up to one of the ``stop`` strings, its end or a limit, and return it as a message.
 
         Its tool calls have ids that are unique in the episode; without ``tools`` it has none. Returns None if a limit or an abort
-        ends the conversation; ``stop_reason`` then says which.
+        ends the conversation; ``stop_reason`` is then set.
 
         Raises:
             SamplerError: the engine or the endpoint failed.
@@ -281,7 +281,7 @@ class Conversation(BaseConversation):
 
         Its tool calls have ids that are unique in the episode; without ``tools`` it has none. It is ``inline`` if it continues
         with the policy's last message, which was cut. Returns None if a limit or an abort ends the conversation;
-        ``stop_reason`` then says which.
+        ``stop_reason`` is then set.
 
         Raises:
             SamplerError: the engine failed, or returned an inconsistent generation.

@@ -58,7 +58,7 @@ class Participant(ABC):
     async def act(self, info: Info, step: int) -> Message | None:
         """Take a turn in a step of the environment.
 
-        Return the agent's message, or None if it has no turns or tokens left (then ``over`` says which).
+        Return the agent's message, or None if it has no turns or tokens left (``over`` then has the reason).
         """
         self._step = step
         self._reply = await self._act(info)

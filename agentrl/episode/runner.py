@@ -219,7 +219,7 @@ class EpisodeRunner:
     async def _run_job(
         self, job: Job, open_tools: dict[str, ToolRunner] | None = None, saved: SavedStates | None = None
     ) -> list[Rollout]:
-        """Run one episode, again if the failure policy says so.
+        """Run one episode, again if the failure policy retries it.
 
         The tool sessions of its last attempt stay open for grading if there is a grader and ``open_tools``, which then
         gets them by the job's ``rollout_id``.

@@ -13,7 +13,7 @@ from agentrl.core.types import Rollout, SeatRecord
 
 
 class SeatPlayer(Protocol):
-    """What one agent did in one episode, whoever plays it."""
+    """What one agent did in one episode, whatever plays it."""
 
     @property
     def reward(self) -> float:

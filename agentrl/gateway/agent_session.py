@@ -26,8 +26,8 @@ _logged = set[tuple[str, str]]()
 _SAMPLING = "the run's sampling parameters (sampler.*) hold"
 
 _CHANGED = (
-    "with other white space: the conversation goes on in a new row (rollout/forks/context), in which the turn is read as it was "
-    "sent, and not as it was sampled. Send turns back as they came"
+    "with other white space: the conversation continues in a new row (rollout/forks/context), in which the turn is read as it "
+    "was sent, and not as it was sampled. Send turns back as they came"
 )
 
 LIMITS = {
@@ -166,7 +166,7 @@ class Session(ABC):
             raise BadRequestError(str(error)) from None
 
     def submit(self, request: ChatRequest) -> asyncio.Task[Reply]:
-        """Begin to answer a request. The turn continues, and is recorded, if nobody waits for it.
+        """Begin to answer a request. The turn continues, and is recorded, even if no client waits for it.
 
         The task raises `BadRequestError` if the chat format refuses the conversation, and `SessionOverError`.
         """

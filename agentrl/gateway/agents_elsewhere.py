@@ -133,7 +133,7 @@ class AgentsElsewhere:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Listen until the end of the context, and yield the address; then agents that wait are told that the run is over.
+        """Listen until the end of the context, and yield the address; then waiting agents are notified that the run is over.
 
         Raises:
             PortInUseError: another process has the port.

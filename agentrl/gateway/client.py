@@ -145,7 +145,7 @@ class AgentSession:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables by which programs on the SDKs of OpenAI and Anthropic find the policy."""
+        """Environment variables with which programs on the SDKs of OpenAI and Anthropic find the policy."""
         return session_variables(self.anthropic_base_url, self.key, self.model)
 
     def reward(self, reward: float, metrics: Mapping[str, float] | None = None, *, agent: str | None = None) -> None:

@@ -246,7 +246,7 @@ class _StartedOnce(_ProgramParticipant):
         if move.done():
             return move.result()
         if not fault and not self._sessions.at_limit:
-            fault = "ended without a move, and the episode goes on"
+            fault = "ended without a move before the end of the episode"
         if fault:
             await program.kill()
         self._check(fault)

@@ -89,7 +89,7 @@ class ProgramInput:
 def program_variables(
     config: ProgramConfig, program_input: ProgramInput, url: str, key: str, task_file: str
 ) -> dict[str, str]:
-    """Return the variables by which a program finds policy and task.
+    """Return the variables with which a program finds policy and task.
 
     Args:
         config: what it is started with.

@@ -1,4 +1,4 @@
-"""Environment variables by which programs on the SDKs of OpenAI and Anthropic find a session. Imports nothing."""
+"""Environment variables with which programs on the SDKs of OpenAI and Anthropic find a session. Imports nothing."""
 
 
 def session_variables(url: str, key: str, model: str) -> dict[str, str]:

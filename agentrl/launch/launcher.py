@@ -25,7 +25,7 @@ class Launcher:
     shares_files: bool
     """Whether its machines see the files of this one under the same paths, those of a cluster's shared storage."""
     run_dir: str
-    """Where runs lie, if ``run.dir`` is not set; ``{cwd}`` is this folder, ``{name}`` the job."""
+    """Where runs are, if ``run.dir`` is not set; ``{cwd}`` is this folder, ``{name}`` the job."""
 
 
 LAUNCHERS: Mapping[str, Launcher] = {

@@ -114,7 +114,7 @@ def _from_hub(path: str, key: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=list(_FILES)))
     except Exception as error:  # the hub client raises its own errors, those of requests and httpx, and OSError
         offline = os.environ.get("HF_HUB_OFFLINE", "")
-        why = f" (HF_HUB_OFFLINE={offline}: the hub is not asked)" if offline not in ("", "0") else ""
+        why = f" (HF_HUB_OFFLINE={offline}: the hub is not contacted)" if offline not in ("", "0") else ""
         raise ModelError(
             f"{key}={path}: no folder and no registered model ({_model_names()}), and the Hugging Face hub gave nothing"
             f"{why}: {type(error).__name__}: {error}. Set {key} to a folder with the model."

@@ -1,6 +1,6 @@
 """Consoles of the command line: the one way in which text reaches a terminal or a log.
 
-Text is never read as markup, and only printable characters are written, whoever chose them: ids of tasks, names of metrics,
+Text is never read as markup, and only printable characters are written, whatever their origin: ids of tasks, names of metrics,
 paths, what a policy samples. Output that is not a terminal is read by people with ``grep`` and ``less``: there one line stays
 one line, tables are as wide as their content, nothing is drawn around text, and messages have the time.
 """

@@ -107,7 +107,7 @@ class RecordedGroups:
         groups_by_use = {
             f"groups of {steps}, trained again": [group for group in self.taken if not group.dropped],
             "groups that wait for a step": [group for group in self.untaken if group.finished and not group.dropped],
-            "groups that go on": [group for group in self.untaken if not group.finished],
+            "groups in progress": [group for group in self.untaken if not group.finished],
         }
         texts = []
         for use, groups in groups_by_use.items():
@@ -281,7 +281,7 @@ def has_journal(run: Path) -> bool:
 
 
 def read_journal(run: Path) -> JournalState | None:
-    """Return what the journal in a run's folder says, also while the run is alive; None if there is none.
+    """Return what the journal in a run's folder records, also while the run is alive; None if there is none.
 
     Raises:
         ConfigError: it is damaged.

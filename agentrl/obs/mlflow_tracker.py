@@ -61,7 +61,7 @@ class Mlflow:
         self._send(self._client.log_text, self._run_id, markdown(table), f"samples/step_{step:06d}.md")
 
     def close(self) -> None:
-        """Send what is left, and end the run at MLflow."""
+        """Send pending data, and end the run at MLflow."""
         self._send(self._client.set_terminated, self._run_id)
         self._sender.shutdown()
 

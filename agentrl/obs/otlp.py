@@ -25,7 +25,7 @@ class OtlpSpans(Tracker):
     """A `WaitListener` and a `Tracker` that passes each span to a processor of the OpenTelemetry SDK.
 
     A phase of a step is a trace, and so is each attempt at an episode, with a link to the phase in which it began. A span is
-    named by its kind, such as ``turn``, ``tool`` or ``request``. Its attribute ``agentrl.of`` says of what.
+    named by its kind, such as ``turn``, ``tool`` or ``request``. Its attribute ``agentrl.of`` names the object.
 
     Args:
         processor: receives ended spans; that of `open_otlp` sends them.
@@ -105,7 +105,7 @@ class OtlpSpans(Tracker):
         return SpanContext(trace_id, self._random.getrandbits(64), is_remote=False, trace_flags=TraceFlags(1))
 
     def close(self) -> None:
-        """Send what is left, for the processor's time limit at most. Later spans are dropped."""
+        """Send pending spans, for the processor's time limit at most. Later spans are dropped."""
         if not self._closed:
             self._closed = True
             self._processor.shutdown()

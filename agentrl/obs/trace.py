@@ -180,7 +180,7 @@ class TraceFiles(Tracker):
         self._ended.append(step + 1)
 
     def close(self) -> None:
-        """Write what is left, and end the file."""
+        """Write the remaining spans, and end the file."""
         if not self._stop.is_set():
             self._stop.set()
             self._thread.join()

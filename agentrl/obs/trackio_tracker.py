@@ -38,7 +38,7 @@ class Trackio:
         self._run.log({"samples": trackio.Table(columns=list(COLUMNS), data=[list(line) for line in table])}, step=step)
 
     def close(self) -> None:
-        """Write what is left, for half a minute at most."""
+        """Write pending data, for half a minute at most."""
         with _silent_stdout():
             self._run.finish()
 

@@ -68,7 +68,7 @@ def read_tests(label: object) -> HiddenTests:
     """Return the hidden tests in a label: a mapping as `HiddenTests`, or a list of ``{"input", "output"}``, also as JSON text.
 
     Raises:
-        ValueError: there are none; the message says what is wrong.
+        ValueError: there are none; the message states what is wrong.
     """
     if isinstance(label, str):
         try:

@@ -160,7 +160,7 @@ def check_engine(config: Config, *, on_cluster: bool = False) -> None:
         on_cluster: engines are started by a running Ray, whose machines may have GPUs if this one has none.
 
     Raises:
-        MissingError: it is not installed, or there is no GPU; the message says what to install or set.
+        MissingError: it is not installed, or there is no GPU; the message states what to install or set.
         ConfigError: it holds fewer tokens than an episode may have, or has options of another engine.
     """
     sampler = config.sampler

@@ -47,7 +47,7 @@ class EnginePrecision:
 
     @property
     def band(self) -> PrecisionClass:
-        """The class by which the gap between engine and learner is judged."""
+        """The class whose limits apply to the gap between engine and learner."""
         if self.cache.startswith(("fp8", "fp4")):
             return "float8_cache"
         if self.weights == "float8":

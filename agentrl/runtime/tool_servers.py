@@ -93,7 +93,7 @@ class StartedServer:
             self._starting = asyncio.create_task(asyncio.to_thread(self._start_again))
 
     def _start_again(self) -> ToolServerProcess:
-        self.process.stop()  # what is left of its process group
+        self.process.stop()  # the remaining processes of its group
         with waiting("start", f"of the tool server {self.name}, which has died"):
             return self.launch(urlsplit(self.process.url).port or 0)
 

@@ -235,7 +235,7 @@ class SandboxBackend(_Closable):
             host: ``name:port`` of the server; it is also in ``config.hosts``.
 
         Returns:
-            ``name:port`` by which code reaches it. The default is ``host`` itself, which code reaches by the proxy, if there
+            ``name:port`` under which code reaches it. The default is ``host`` itself, which code reaches by the proxy, if there
             is one.
         """
         return host
@@ -245,7 +245,7 @@ class SandboxBackend(_Closable):
         """Check what is cheap to know before a run: programs, packages, sockets. Starts nothing; the default does nothing.
 
         Raises:
-            MissingError: this machine lacks something; the message says what to install or to set.
+            MissingError: this machine lacks something; the message states what to install or to set.
             ConfigError: a value of the ``sandbox`` section does not fit this backend.
         """
 
@@ -254,7 +254,7 @@ class SandboxBackend(_Closable):
         """Remove what servers that died have left, and prepare to open sandboxes. Called once.
 
         Raises:
-            MissingError: this machine lacks something; the message says what to install or to allow.
+            MissingError: this machine lacks something; the message states what to install or to allow.
         """
 
     @abstractmethod

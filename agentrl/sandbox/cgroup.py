@@ -35,7 +35,7 @@ REMOVE_S = 10.0
 
 
 class CgroupError(Exception):
-    """No cgroup can be created here; the message says what is missing."""
+    """No cgroup can be created here; the message states what is missing."""
 
 
 def server_name(pid: int | None = None) -> str:

@@ -34,7 +34,7 @@ def program_folders() -> list[Path]:
 
 
 def is_program(path: Path) -> bool:
-    """Return whether code can see a path because it lies in a program folder."""
+    """Return whether code can see a path because it is in a program folder."""
     resolved = path.resolve()
     return _is_below(resolved, program_folders()) and not _is_below(resolved, hidden_paths())
 

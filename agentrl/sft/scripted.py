@@ -60,7 +60,7 @@ class _ScriptedSampler(Sampler):
 
     @override
     async def abort(self, request_id: str) -> None:
-        """Do nothing: every turn is said at once."""
+        """Do nothing: every turn is available immediately."""
 
     @override
     async def close_session(self, session_id: str) -> None:

@@ -56,7 +56,7 @@ class HostedService(ToolService):
     outlive the server, and a resumed run continues with them."""
 
     def __init_subclass__(cls) -> None:
-        """Set ``sandboxed``, by which a run passes its ``sandbox`` section."""
+        """Set ``sandboxed``, with which a run passes its ``sandbox`` section."""
         super().__init_subclass__()
         cls.sandboxed = cls.needs_sandbox
 

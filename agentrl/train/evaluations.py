@@ -148,7 +148,7 @@ class _Running:
 
 @dataclass(slots=True)
 class Evaluations:
-    """Evaluates when ``train.eval_every`` says so, and after the last step.
+    """Evaluates every ``train.eval_every`` steps, and after the last step.
 
     The trainer waits for an evaluation, or with ``eval.background`` continues while it runs. One runs at a time: the trainer
     waits for it when the next is due. It always waits for the last, so that its result and its failure are never lost.

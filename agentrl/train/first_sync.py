@@ -352,7 +352,7 @@ class FirstSyncCheck:
         """Compare the engines with the learner; return metrics of the largest gaps.
 
         Raises:
-            ConfigError: a gap is over its limit by more than its error. The message says which weights an engine lacks, and
+            ConfigError: a gap is over its limit by more than its error. The message states which weights an engine lacks, and
                 what to do.
         """
         worst: dict[int, float] = {}

@@ -48,7 +48,7 @@ def check_run_keys(folder: Path, keys: Mapping[str, str]) -> None:
 
 
 def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True, discard: bool = False) -> str:
-    """Check what a resumed run uses again, and return one line that says what that is.
+    """Check what a resumed run uses again, and return one line that describes it.
 
     Args:
         folder: of the run.
@@ -74,7 +74,7 @@ def check_resume(folder: Path, keys: Mapping[str, str], *, samples: bool = True,
             check_sampled(recorded, contents, f"the steps of {progress.checkpoint}")
         elif changes := changed_tasks(recorded, contents):
             text += (
-                f" ({', '.join(map(str, changes))}: the order goes on at its position, so that until its epoch ends a task may "
+                f" ({', '.join(map(str, changes))}: the order continues at its position, so that until its epoch ends a task may "
                 f"come twice or not at all; agentrl train --fork {folder}@latest begins the order again)"
             )
     if not samples:
@@ -96,7 +96,7 @@ def _check_snapshots(folder: Path, progress: _Progress, keys: Mapping[str, str])
 
 
 class _Progress(NamedTuple):
-    """What a checkpoint says of its run."""
+    """What a checkpoint records about its run."""
 
     checkpoint: Path
     step: int
@@ -107,7 +107,7 @@ class _Progress(NamedTuple):
 
 
 def _read_progress(folder: Path) -> _Progress | None:
-    """Return what the newest checkpoint of a run says; None without one."""
+    """Return what the newest checkpoint of a run records; None without one."""
     folders = checkpoint_folders(folder / "checkpoints")
     if not folders:
         return None

@@ -255,7 +255,7 @@ def _named_resume(
     """Say with each end of a run that is not its own how to resume it.
 
     Raises:
-        RunStopped: in place of errors, if a signal has asked for the end or standard output was closed.
+        RunStopped: in place of errors, if a signal ended the run or standard output was closed.
         ConfigError: the folder was removed.
     """
     try:

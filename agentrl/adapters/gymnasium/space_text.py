@@ -1,4 +1,4 @@
-"""Values of Gymnasium's spaces as texts, texts as actions, and the sentence that says how to write one."""
+"""Values of Gymnasium's spaces as texts, texts as actions, and the sentence that explains how to write one."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ActionText:
             if isinstance(space, spaces.Text)
             else f"End your answer with <action>…</action> around {self._describe(space)}."
         )
-        """The sentence that says how to write an action."""
+        """The sentence that explains how to write an action."""
 
     def parse(self, text: str) -> object:
         """Return the action of a turn's text.

@@ -42,7 +42,7 @@ class TurnActions:
         self._function = load_function(option, "env.options.action") if option is not None and ":" in option else None
         self._field: str | None = None
         self.rule = ""
-        """The sentence that says how to write an action; empty if a turn's whole text is one."""
+        """The sentence that explains how to write an action; empty if a turn's whole text is one."""
         if self._function is not None:
             return
         if option is not None and option not in fields:

@@ -187,7 +187,7 @@ def _fault_lines(faults: object) -> str:
 
 
 def read_reply(content: Json) -> StepReply:
-    """Return what a server says about a step.
+    """Return what a server reports about a step.
 
     Raises:
         LostSessionError: it is not what a step returns.

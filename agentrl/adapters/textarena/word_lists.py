@@ -1,6 +1,6 @@
 """Word lists of TextArena's games: read once a process, and on request those of agentrl in place of downloads.
 
-A game makes its dictionary anew, from files, for each episode, which takes most of a second and, without the data of NLTK, a
+A game builds its dictionary from files for each episode, which takes most of a second and, without the data of NLTK, a
 download. What a file holds does not change, so that here each is read once.
 """
 

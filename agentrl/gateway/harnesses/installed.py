@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         a link to Python says which environment it is of."""
 
     class Installation(TypedDict):
-        """What a program says of itself."""
+        """What a program reports about itself."""
 
         version: str
         """What it prints about its version, or the version of its distribution; empty if it prints nothing."""

@@ -38,7 +38,7 @@ class HttpReply:
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """What an address says of a server."""
+    """What an address specifies about a server."""
 
     host: str
     port: int

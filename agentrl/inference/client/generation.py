@@ -248,7 +248,7 @@ class GenerationClient(ABC):
         """
 
     def _note_blocks(self, ids: Sequence[int], generation: Generation) -> None:
-        """Take note of what a reply says of cached blocks."""
+        """Record what a reply reports about cached blocks."""
         if self.prefix_ages is not None:
             self.prefix_ages.add(block_use(ids, generation))
 

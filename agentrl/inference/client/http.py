@@ -66,7 +66,7 @@ class EngineHttp:
 
         Args:
             body: JSON-able.
-            key: routing key by which ``sglang-router`` picks the engine.
+            key: routing key from which ``sglang-router`` picks the engine.
 
         Raises:
             ErrorReply: the status is an error.
@@ -100,7 +100,7 @@ class EngineHttp:
             method: HTTP method.
             path: below the address.
             body: JSON-able; None sends nothing.
-            key: routing key by which ``sglang-router`` picks the engine.
+            key: routing key from which ``sglang-router`` picks the engine.
             once: never send it a second time, even if the connection fails.
 
         Raises:

@@ -36,7 +36,7 @@ class EnginePayloads:
     def __init__(self, control: ControlEndpoint) -> None:
         self._control = control
         self._loaders: frozenset[str] | None = None
-        """The custom weight loaders that the engine has reported; None: it was not asked."""
+        """The custom weight loaders that the engine has reported; None: not requested yet."""
         self._server: PayloadServer | None = None
         self._probed = False
         """Whether it was tried if the engine can fetch."""

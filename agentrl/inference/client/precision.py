@@ -11,7 +11,7 @@ from agentrl.models.engine_float8 import DTYPE, QUANTIZATION, keeps_blocks
 from agentrl.models.float8 import read_quantization
 
 SELF_QUANTIZED = "flash_rl"
-"""SGLang's ``load_format`` that quantises each weight anew that comes in bfloat16."""
+"""SGLang's ``load_format`` that quantises each weight that arrives in bfloat16."""
 
 
 def quantized_weights(info: Mapping[str, object], engine: str) -> str | None:

@@ -15,7 +15,7 @@ _MOST = 1 << 18
 
 
 class BlockUse(NamedTuple):
-    """What the reply to a request says of the blocks of its tokens."""
+    """What the reply to a request reports about the blocks of its tokens."""
 
     prefixes: Sequence[int]
     """A hash of the tokens up to the end of each block."""
@@ -28,7 +28,7 @@ class BlockUse(NamedTuple):
 
 
 def block_use(prompt: Sequence[int], generation: Generation) -> BlockUse | None:
-    """Return what a reply says of blocks; None: it ended before it ran."""
+    """Return what a reply reports about blocks; None: it ended before it ran."""
     if not generation.versions:
         return None
     prefixes, cached = [*_prefixes([*prompt, *generation.token_ids])], generation.cached_tokens // BLOCK

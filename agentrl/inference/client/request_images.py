@@ -49,7 +49,7 @@ def with_images(
     }
     inside = sum(token_ids[span.start : span.end].count(image_token_id) for span in spans)
     if token_ids.count(image_token_id) != inside:
-        # The policy has sampled one. Only an engine that is told the places, such as the embedded one, can tell them apart.
+        # The policy has sampled one. Only an engine that receives the positions, such as the embedded one, can distinguish them.
         fields["image_spans"] = [[span.start, span.length] for span in spans]
         return {**body, **fields}
     return {**body, **fields, "input_ids": _one_token_each(token_ids, spans, image_token_id)}

@@ -173,7 +173,7 @@ class Request:
         return np.concatenate([self.prompt, np.asarray(self.output, np.int32)]) if self.output else self.prompt
 
     def keys(self) -> NDArray[np.int32]:
-        """Return what prompt and output have in the prefix cache: their token ids, with those of images told apart."""
+        """Return what prompt and output have in the prefix cache: their token ids, with images distinguished by content."""
         return self.tokens() if self.images is None else self.images.keys(self.output)
 
     def segment(self, start: int, tokens: NDArray[np.int32], kept: int = 1) -> Segment:

@@ -23,7 +23,7 @@ from agentrl.inference.fleet.router import RoutedSampler
 
 
 class MirroredEngine(GenerationClient):
-    """Samples with an engine that another process controls. Generations wait until that process says that they may start."""
+    """Samples with an engine that another process controls. Generations wait until that process allows them to start."""
 
     def __init__(self, state: EngineState, timeout_s: float, vocabulary: Vocabulary) -> None:
         super().__init__(EngineHttp(state.url, timeout_s), vocabulary)

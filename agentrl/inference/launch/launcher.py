@@ -211,7 +211,7 @@ _OF_WEIGHTS = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 
 
 def _content(file: Path) -> str:
-    """Return what a file of a model folder says of the model, besides its weights."""
+    """Return what a file of a model folder specifies about the model, besides its weights."""
     text = file.read_bytes()
     if file.name.endswith("config.json"):
         entries = json.loads(text)

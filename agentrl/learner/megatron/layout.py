@@ -20,7 +20,7 @@ UNEVEN_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options by which stages have different numbers of layers."""
+"""Options with which stages have different numbers of layers."""
 
 
 @dataclass(frozen=True, slots=True)

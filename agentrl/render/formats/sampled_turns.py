@@ -150,7 +150,7 @@ class SampledTurn:
         marks = (self._thought, self._content, *self._calls)
         positions = sorted(position for mark in marks if (position := text.find(mark, previous_end)) >= 0)
         if not positions or any(text.count(mark) > 1 for mark in marks):
-            raise ValueError("the template leaves out what the policy said before, or repeats it")
+            raise ValueError("the template leaves out earlier text of the policy, or repeats it")
         end = layout.end_at(text, positions[-1])
         if end is None:
             if not text.startswith(self._content, positions[-1]):

@@ -71,7 +71,7 @@ def _messages(pieces: Sequence[Piece]) -> Iterator[_Message]:
 
 
 def _call(message: _Message) -> ToolCall | None:
-    """Return the call of a message; None if it is to nobody."""
+    """Return the call of a message; None if it has no recipient."""
     recipient = _RECIPIENT.search(message.header)
     if recipient is None:
         return None

@@ -259,7 +259,7 @@ async def check_backend(backend: SandboxBackend) -> None:
     """Make all attempts in a started backend and log the results as a table; nothing for one that does not isolate.
 
     Raises:
-        MissingError: an attempt succeeded, or no sandbox opens; the message says what to do.
+        MissingError: an attempt succeeded, or no sandbox opens; the message states what to do.
     """
     if not backend.isolated:
         return  # nothing to test; its start has logged the warning

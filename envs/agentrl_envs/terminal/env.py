@@ -77,7 +77,7 @@ class TerminalEnv(Env):
 
         Args:
             protocol: see `Protocol`.
-            max_commands: commands of an episode; after them the policy is told so once, and then graded whatever it says.
+            max_commands: commands of an episode; after them the policy is notified once, and then graded whatever it answers.
             prompt: the prompt around ``{instruction}``; None: that of the protocol.
 
         Raises:

@@ -130,7 +130,7 @@ class Contest(TaskSet):
         Raises:
             UnknownNameError: the split does not exist.
             MissingError: a file does not exist.
-            ConfigError: a row is invalid; the message says where.
+            ConfigError: a row is invalid; the message states where.
         """
         splits = self._files if self._has_files else self._sizes
         if name not in splits:

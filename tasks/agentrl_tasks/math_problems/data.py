@@ -91,7 +91,7 @@ class MathProblems(TaskSet):
 
         Raises:
             MissingError: a file does not exist.
-            ConfigError: only ``eval`` has files, a file holds no rows, or a row is invalid; the message says where.
+            ConfigError: only ``eval`` has files, a file holds no rows, or a row is invalid; the message states where.
         """
         if name not in SPLITS:
             raise unknown_name("split", name, SPLITS, "tasks.train_split, tasks.eval_split")

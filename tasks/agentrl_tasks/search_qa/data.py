@@ -58,7 +58,7 @@ class SearchQa(TaskSet):
 
         Raises:
             MissingError: a file does not exist.
-            ConfigError: ``train`` has no files, a file holds no rows, or a row is invalid; the message says where.
+            ConfigError: ``train`` has no files, a file holds no rows, or a row is invalid; the message states where.
         """
         if name not in self._files:
             raise unknown_name("split", name, self._files, "tasks.train_split, tasks.eval_split")

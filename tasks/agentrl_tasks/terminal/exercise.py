@@ -121,7 +121,7 @@ class Exercise:
     level: int
     """1 is easy, 4 hard."""
     instruction: str
-    """What the agent is told."""
+    """The instruction of the agent."""
     commands: tuple[str, ...]
     """The reference solution, a shell command a turn."""
     check: str

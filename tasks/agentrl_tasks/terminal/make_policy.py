@@ -20,7 +20,7 @@ SIZE = PolicySize(hidden=128, layers=4, heads=4, key_value_heads=2, feed_forward
 """0.86M parameters."""
 WORDS = (*COLORS, *THINGS, *NAMES, *KEYS, *EVENTS, "ERROR", "WARNING", "INFO", "DEBUG", "price", "count", "weight", "score",
          "age", "data", "input", "store", "files", "health", "state", "ready", "title", "label", "owner", *FUNCTIONS)  # fmt: skip
-"""Words by which exercises of a kind differ: one token each, wherever they are."""
+"""Words in which exercises of a kind differ: one token each, wherever they are."""
 _TURNS = ("system\nTools: bash(command)", "user\n", "assistant\n", "tool\n")
 _CONVERSATIONS = 1000
 _LEAST_COUNT = 4

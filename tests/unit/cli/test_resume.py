@@ -163,11 +163,11 @@ def resume(folder: Path, *words: str) -> int:
     ("settings", "line"),
     [
         ((), "groups of steps 1 to 1, trained again: 2 (4 rollouts with their rewards), groups that wait for a step: 1 (2 "),
-        ((), "rollouts with their rewards), groups that go on: 1"),
-        (("learner.optimizer.lr=1e-4",), "go on: 1 (learner.optimizer.lr: auto → 0.0001)"),
+        ((), "rollouts with their rewards), groups in progress: 1"),
+        (("learner.optimizer.lr=1e-4",), "in progress: 1 (learner.optimizer.lr: auto → 0.0001)"),
         (("rollout.batch_size=4",), "2 (4 rollouts with their rewards) (rollout.batch_size: 2 → 4)"),
         (("--resample", "reward.function=f1"), "no recorded rollouts are used again"),
-        (("obs.table_rows=2", "sampler.request_timeout_s=9"), "go on: 1\n"),
+        (("obs.table_rows=2", "sampler.request_timeout_s=9"), "in progress: 1\n"),
     ],
 )  # fmt: skip
 def test_what_is_used_again_is_said_in_one_line(

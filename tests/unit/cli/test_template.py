@@ -63,7 +63,7 @@ def test_what_drops_reasoning_is_shown_and_can_be_kept(capsys: pytest.CaptureFix
         assert text in out
     status, out, _ = check(capsys, *words, "render.keep_thinking=true")
     assert status == 0
-    assert "keep: the row goes on" in out
+    assert "keep: the row continues" in out
     assert "fork" not in out
 
 

@@ -348,7 +348,7 @@ async def lost_turn(client: Client, program_input: ProgramInput) -> None:
         ("turn", "pass", "ended without a turn of the policy"),
         ("turn", "ask(conversation); time.sleep(60)", "did not (end|move) within rollout.max_seconds=1"),
         ("episode", "session('observe'); os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
-        ("episode", "session('observe')", "ended without a move, and the episode goes on"),
+        ("episode", "session('observe')", "ended without a move before the end of the episode"),
         ("episode", "time.sleep(60)", "did not move within rollout.max_seconds=1"),
         ("episode", "session('move', turn=0, text='1'); time.sleep(60)", "without having requested a turn"),
         (

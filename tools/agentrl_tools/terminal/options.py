@@ -24,4 +24,4 @@ class TerminalOptions(Section):
     containers: ContainersConfig = Field(default_factory=ContainersConfig)
     """Daemons, bounds and leases; in a run its section ``containers``."""
     owner: str = "terminal"
-    """Owner of the machines, by which a server that was started again knows them; in a run an id that its folder has."""
+    """Owner of the machines, with which a restarted server finds them; in a run an id that its folder has."""
