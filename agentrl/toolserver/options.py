@@ -79,6 +79,10 @@ def make_server_config(file: Path | None, overrides: Sequence[str], tools: Seque
     for name in tools:
         tree = merge(tree, {"tools": {name: {}}})
     for override in overrides:
+        if override in names(TOOLS):
+            raise ConfigError(
+                f"{override}: name one tool; several are served by --config FILE with a key for each in tools"
+            )
         tree = merge(tree, _with_tool(parse_override(override), tree))
     if isinstance(tree.get("tools"), dict):
         tree["tools"] = {name: {} if options is None else options for name, options in tree["tools"].items()}

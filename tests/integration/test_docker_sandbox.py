@@ -477,6 +477,7 @@ def test_refusals_say_what_to_do(dockerd: DockerHost, tmp_path: Path) -> None:
     refused(MissingError, "start it .* sandbox.docker_url .* sandbox.backend=bubblewrap", docker_url="unix:///nowhere")
     refused(MissingError, "docker pull nobody/has:this", image="nobody/has:this")
     refused(MissingError, r"sandbox\.python=python9 does not work", python="python9")
+    refused(MissingError, r"sandbox\.python=/bin/true .*container exited, exit status 0", python="/bin/true")
     refused(MissingError, r"sandbox\.readonly|/not/there", readonly=("/not/there",))
     refused(ConfigError, "ssh -L", docker_url="ssh://somewhere")
     refused(MissingError, r"sandbox\.runtime=runsc.* has only .*runc.*runsc install", runtime="runsc")

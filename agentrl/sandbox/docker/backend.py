@@ -245,16 +245,17 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
                 container = self._api.inspect_container(name)
                 memory_kills = MemoryKills(container["Id"], container["State"]["Pid"])
                 if self._sockets_apart and Defence.MEMORY in self.defences:
-                    self._limit_sockets(memory_kills.file)
+                    self._limit_sockets(name, memory_kills.file)
             except BaseException:
                 sock.close()
                 raise
             return sock, memory_kills, egress_listener
 
-    def _limit_sockets(self, memory_file: Path | None) -> None:
+    def _limit_sockets(self, name: str, memory_file: Path | None) -> None:
         """Limit the memory of a container's sockets on cgroup version 1, which runc does not, whatever Docker requests.
 
         Args:
+            name: of the container.
             memory_file: a file in the container's memory cgroup; None if that is on another machine.
         """
         try:
@@ -264,6 +265,8 @@ class DockerBackend(RunnerBackend[DockerSandbox]):
             why = "the daemon is on another machine"
         except OSError as error:
             why = str(error)
+        if not self._api.inspect_container(name)["State"]["Running"]:
+            return  # it has ended at once, and its cgroup with it; the wait for its runner reports that
         if not self.config.accept_no_memory_limit:
             raise SandboxFailure(
                 f"the memory of its sockets cannot be limited ({why}): with cgroup version 1 this needs a tool server on the "

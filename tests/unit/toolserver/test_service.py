@@ -168,6 +168,7 @@ def test_faults_of_a_server_file(tmp_path):
         (["sandbox.bakend=docker"], ["test_cell"], r"unknown key 'sandbox\.bakend'"),
         (["server.max_sessions=0"], ["test_cell"], r"server\.max_sessions=0"),
         ([], [], "there is no tool to serve"),
+        (["test_triple"], ["test_cell"], "test_triple: name one tool; several are served by --config"),
     ):
         with pytest.raises(ConfigError, match=words):
             make_server_config(None, overrides, tools)
