@@ -266,7 +266,7 @@ class _TaskReport(_Report):
             text, size = self.renderer.decode(ids), f", {len(ids):,} tokens"
             self.lengths.append((len(ids), row.location))
         self.count += 1
-        self._without_label += task.answer is None and not row.is_task_folder
+        self._without_label += task.answer in (None, "") and not row.is_task_folder
         facts = {"label": task.answer, "metadata": dict(task.metadata)}
         lines = [f"{name:<10}{json.dumps(value, ensure_ascii=False)}" for name, value in facts.items()]
         if row.is_task_folder:

@@ -13,7 +13,7 @@ from agentrl.core.errors import ConfigError
 from agentrl.core.tool import Tool
 from agentrl.core.tool_arguments import schema_problem
 from agentrl.core.types import Message
-from agentrl.data.conversion import RowConversion, make_messages, make_prompt, untrained_messages
+from agentrl.data.conversion import RowConversion, make_messages, make_prompt, untrained_messages, with_parents
 from agentrl.data.rows import Row
 
 
@@ -54,8 +54,8 @@ class ChatConversion:
     def columns(self) -> set[str] | None:
         """The columns that are read; None: all, because a conversion may read any."""
         sft = self._sft
-        keys = {self._data.input_key, self._data.image_key, sft.messages_key, sft.completion_key, sft.tools_key}
-        return None if self._data.convert is not None else {key for key in keys if key is not None}
+        keys = [self._data.input_key, self._data.image_key, sft.messages_key, sft.completion_key, sft.tools_key]
+        return None if self._data.convert is not None else with_parents(filter(None, keys))
 
     def __call__(self, row: Row) -> Chat | None:
         """Return the chat of a row; None if ``data.convert`` leaves it out.
@@ -69,12 +69,15 @@ class ChatConversion:
     def _make(self, row: Row) -> Chat:
         data, sft = self._data, self._sft
         untrained: frozenset[int] = frozenset()
-        if row.values.get(sft.messages_key) is not None:
+        if row.find(sft.messages_key) is not None:
             messages, first = make_messages(row, sft.messages_key, "sft.messages_key", data.image_key), 0
             untrained = untrained_messages(row, sft.messages_key, "sft.messages_key")
-        elif row.values.get(sft.completion_key) is not None:
+        elif (completion := row.find(sft.completion_key)) is not None:
             prompt = make_prompt(row, data)
             messages, first = (*prompt, *self._completion(row)), len(prompt)
+            if not isinstance(completion, str):
+                numbers = untrained_messages(row, sft.completion_key, "sft.completion_key")
+                untrained = frozenset(first + number for number in numbers)
         else:
             raise ConfigError(
                 f"{row.location} has neither {sft.messages_key!r} (sft.messages_key) nor {sft.completion_key!r} "
@@ -84,6 +87,10 @@ class ChatConversion:
         if not {*turns} - untrained:
             weights = " whose weight is not 0" if turns else ""
             raise ConfigError(f"{row.location} has no message of the role assistant to train on{weights}")
+        if turns[0] == 0:
+            raise ConfigError(
+                f"{row.location} begins with a message of the role assistant, which has no prompt; begin with system or user"
+            )
         for index in turns:
             if index > first and messages[index - 1].role == "assistant":
                 raise ConfigError(f"{row.location}: message {index + 1} of the role assistant follows another one")
@@ -105,7 +112,7 @@ class ChatConversion:
 
     def _tools(self, row: Row) -> tuple[Tool, ...]:
         key = self._sft.tools_key
-        value = row.values.get(key)
+        value = row.find(key)
         if is_text := isinstance(value, str):
             try:
                 value = json.loads(value or "[]")

@@ -95,7 +95,7 @@ class RowConversion:
         if data.convert is not None:
             return None
         keys = filter(None, (data.input_key, data.image_key, data.label_key, data.metadata_key, data.id_key))
-        return {name for key in keys for name in (key, key.partition(".")[0])}
+        return with_parents(keys)
 
     @property
     def filters(self) -> str:
@@ -147,6 +147,11 @@ class RowConversion:
             return len(self._renderer.render(task.prompt, ()).token_ids) > limit.tokens
         except ConversationError as error:
             raise ConfigError(f"{row.location}: the chat format refuses the prompt: {error}") from error
+
+
+def with_parents(keys: Iterable[str]) -> set[str]:
+    """Return the columns in which the values of keys may be: of ``a.b`` this name and ``a``."""
+    return {name for key in keys for name in (key, key.partition(".")[0])}
 
 
 def make_task(row: Row, data: DataConfig) -> Task:

@@ -45,7 +45,8 @@ def sharegpt(row: RowValues) -> RowValues:
     """Return a row of ShareGPT with ``messages`` in the format of OpenAI in place of ``conversations`` (``from``, ``value``).
 
     A column ``system`` becomes the first message. Calls are turns of ``function_call`` with JSON, or ``<tool_call>`` in the
-    turns of the assistant; results are turns of ``tool``, ``observation`` or ``function_response``.
+    turns of the assistant; results are turns of ``tool``, ``observation`` or ``function_response``. A turn of the assistant keeps
+    what says whether it is trained: its ``weight``, and ``train``, which is refused later.
 
     Raises:
         ValueError: it has no conversations, a turn has an unknown ``from``, or a call is no JSON.
@@ -63,19 +64,21 @@ def sharegpt(row: RowValues) -> RowValues:
 
 
 def _messages_in(turn: object, number: int) -> Iterator[RowValues]:
-    author, text = (turn.get("from"), turn.get("value")) if isinstance(turn, Mapping) else (None, None)
+    fields: Mapping[str, object] = turn if isinstance(turn, Mapping) else {}
+    author, text = fields.get("from"), fields.get("value")
     if author not in _ROLES or not isinstance(text, str):
         raise ValueError(f"turn {number} is {turn!r:.80}; it must be {{from, value}}, from one of {', '.join(_ROLES)}")
     role = _ROLES[author]
+    marks = {name: fields[name] for name in ("weight", "train") if name in fields and role == "assistant"}
     if author == "function_call":
-        yield {"role": role, "content": "", "tool_calls": _calls([text], number)}
+        yield {"role": role, "content": "", "tool_calls": _calls([text], number), **marks}
     elif role == "assistant" and "<tool_call>" in text:
         content = _CALL.sub("", text).strip()
-        yield {"role": role, "content": content, "tool_calls": _calls(_CALL.findall(text), number)}
+        yield {"role": role, "content": content, "tool_calls": _calls(_CALL.findall(text), number), **marks}
     elif role == "tool" and (responses := _RESPONSE.findall(text)):
         yield from ({"role": role, "content": response} for response in responses)
     else:
-        yield {"role": role, "content": text}
+        yield {"role": role, "content": text, **marks}
 
 
 def _calls(texts: list[str], number: int) -> list[RowValues]:

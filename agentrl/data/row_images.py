@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -164,7 +165,8 @@ class RowImages:
         try:
             return load_image(source)
         except OSError as error:
-            raise ConfigError(f"{where}: {source} cannot be read: {error.strerror or error}") from error
+            hint = "; base64 needs data:image/png;base64, before it" if error.errno == errno.ENAMETOOLONG else ""
+            raise ConfigError(f"{where}: {source!s:.300} cannot be read: {error.strerror or error}{hint}") from error
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
 

@@ -93,6 +93,13 @@ class Row:
         """Return the value of ``column`` as `get` does; a list or an object that a cell of a CSV file has as JSON is parsed."""
         return self._parse_cell(self.get(column, key))
 
+    def find(self, column: str) -> object:
+        """Return the value of ``column`` as `get` does; None if the row has no such column, or nothing in it."""
+        try:
+            return self.get(column, "")
+        except ConfigError:
+            return None
+
     def images(self, column: str | None) -> RowImages:
         """Return what places images in the row's messages.
 
@@ -242,7 +249,7 @@ def _check_texts(source: str, value: object) -> None:
 def _jsonl(path: Path, key: str) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
+            if len(line) > _SHORT or line.strip():  # as `JsonlTable` counts lines
                 yield parse_line(path, number, line, key)
 
 
@@ -426,10 +433,15 @@ class ParquetTable:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Row:
-        """Return a row."""
+        """Return a row.
+
+        Raises:
+            ConfigError: it has a text that is not in UTF-8.
+        """
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         batch = self._reader.get_batch(number).slice(index - int(self._starts[number]), 1)
-        values: Mapping[str, Any] = batch.to_pylist()[0]
+        with reading(describe_location(self._path, index + 1), "row of a parquet file"):
+            values: Mapping[str, Any] = batch.to_pylist()[0]
         return Row(self._path, index + 1, values, self._unread)
 
 

@@ -99,6 +99,10 @@ def _check_files(config: Config) -> None:
             check_file(path.expanduser(), key)
     if data.streaming:
         raise ConfigError("data.streaming=true: agentrl sft reads chats by number, from the disk; leave it out")
+    if data.max_prompt_tokens is not None:
+        raise ConfigError(
+            f"data.max_prompt_tokens={data.max_prompt_tokens}: agentrl sft leaves out long chats by sft.max_tokens; leave it out"
+        )
     of_demonstrations = {"sft.curriculum": sft.curriculum, "sft.reseed_option": sft.reseed_option}
     for key, value in of_demonstrations.items():
         if value:

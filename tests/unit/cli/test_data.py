@@ -76,6 +76,8 @@ def test_bad_rows_are_named_and_good_ones_counted(tmp_path: Path, capsys: pytest
     assert "bad row: … and 12 more" in out
     assert "tasks        1, 1 of them without a label" in out
     assert f"32 of 33 rows of data.path={path} cannot be used" in err
+    empty = write(tmp_path / "empty.jsonl", {"prompt": "a", "label": ""})
+    assert "tasks        1, 1 of them without a label" in show(capsys, empty, "data.label_key=label")[1]
     twice = write(tmp_path / "twice.jsonl", {"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"})
     status, out, _ = show(capsys, twice, "data.id_key=id")
     assert (status, f"line 2: 'id' (data.id_key) is 'x', as in {twice}, line 1" in out) == (2, True)

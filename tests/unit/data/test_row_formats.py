@@ -186,6 +186,18 @@ def test_sharegpt() -> None:
     assert trained(called)[0].endswith(call)
 
 
+def test_turns_of_sharegpt_that_are_not_trained(tmp_path: Path) -> None:
+    path, ask = tmp_path / "chats.json", {"from": "human", "value": "a", "weight": 0}
+    for mark, message in (({"weight": 0}, ""), ({"train": False}, "message 2 has train")):
+        turns = [ask, {"from": "gpt", "value": "b", **mark}, ask, {"from": "gpt", "value": "c", "weight": 1}]
+        path.write_text(json.dumps([{"conversations": turns}]))
+        if message:
+            with pytest.raises(ConfigError, match=message):
+                chats("sharegpt.json", path)
+        else:
+            assert chats("sharegpt.json", path)[0].untrained == {1}
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_chats_of_openai_with_schemas_that_refer_and_allow_null(suffix: str, tmp_path: Path) -> None:
     path = FOLDER / "openai_chats.jsonl"

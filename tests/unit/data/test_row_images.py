@@ -133,6 +133,7 @@ def test_datasets_with_image_features_keep_the_stored_bytes(tmp_path: Path, stre
         ("<image>", [], r"place for image 1, and the column 'images' \(data\.image_key\) has 0 images"),
         ("<image>", ["red.png", "red.png"], r"has places for 1 of them, and the column 'images' .* has 2 images"),
         ("?", ["red.png", "none.png"], r"'images' \(data\.image_key\), image 2: .*none\.png cannot be read: No such file"),
+        ("?", ["A" * 999], r"image 1: .{300} cannot be read: .* too long; base64 needs data:image/png;base64, before it$"),
         ("?", ["train.jsonl"], r"image 1: an image must be bytes of PNG.*begin with"),
         ("?", "https://x.org/a.png", r"image 1 is the address https://x\.org/a\.png: images are not downloaded"),
         ("?", "data:image/png;base64,!", r"image 1: the image's data: URL .* is not valid base64"),

@@ -137,6 +137,25 @@ def test_lines_are_found_wherever_chunks_end(
     assert actual == [*read_rows(path, "data.path")]
 
 
+def test_a_long_line_of_spaces_is_no_empty_line_in_both_ways_to_read(tmp_path: Path) -> None:
+    """Numbers of chats are counted in one way, and their rows read in the other."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n' + " " * 30 + '\n{"prompt": "b"}\n')
+    for read in (lambda: list(read_rows(path, "data.path")), lambda: open_table(path, "data.path", None)[1]):
+        with pytest.raises(ConfigError, match=r"rows\.jsonl, line 2 .* is no JSON"):
+            read()
+
+
+def test_a_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    texts = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    parquet.write_table(pa.table({"prompt": texts}), path)
+    with pytest.raises(
+        ConfigError, match=r"rows\.parquet, row 2 is not a row of a parquet file, or .*UnicodeDecodeError"
+    ):
+        open_table(path, "data.path", None)[1]
+
+
 def test_a_change_of_any_row_of_a_streamed_file_is_noticed(tmp_path: Path) -> None:
     """Also beyond the rows that are compared one by one, in a file of the same size."""
     path = tmp_path / "train.jsonl"

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
+from pyarrow import parquet
 
 from agentrl.config.load import load_config
 from agentrl.config.model import RenderConfig
@@ -33,6 +35,7 @@ from agentrl.core.types import (
 )
 from agentrl.data.chats import Chat, ChatConversion
 from agentrl.data.rows import Row as DataRow
+from agentrl.data.rows import open_table
 from agentrl.episode.context import EpisodeContext
 from agentrl.episode.conversation import Conversation
 from agentrl.episode.limits import Limits
@@ -301,12 +304,34 @@ def test_pairs_train_the_completion_alone() -> None:
     assert trained_texts(renderer, [row]) == ["as1<|im_end|>"]
 
 
+def test_a_weight_of_a_completion_counts() -> None:
+    completion = [said("assistant", "a", weight=0), said("user", "b"), said("assistant", "c")]
+    assert convert({"prompt": "qa1", "completion": completion}).untrained == {1}
+
+
+def test_columns_within_mappings(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.parquet"
+    pair = {"question": "qa1", "answer": "as1", "chat": [said("user", "qa2"), said("assistant", "as2")], "tools": None}
+    parquet.write_table(pa.Table.from_pylist([{"extra": pair, "more": "x"}]), path)
+    data = DataConfig(path=path, input_key="extra.question")
+    for sft_keys, texts in (
+        ({"completion_key": "extra.answer"}, ["qa1", "as1"]),
+        ({"messages_key": "extra.chat", "tools_key": "extra.tools"}, ["qa2", "as2"]),
+    ):
+        conversion = ChatConversion(data, SftConfig(**sft_keys))
+        chat = conversion(open_table(path, "data.path", conversion.columns)[0])
+        assert chat is not None
+        assert [message.content for message in chat.messages] == texts
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"text": "qa1"}, r"has neither 'messages' \(sft.messages_key\) nor 'completion'.*the keys: text"),
         ({"messages": "qa1"}, r"'messages' \(sft.messages_key\) must be a text or a list of messages"),
         ({"messages": [said("user", "qa1")]}, "no message of the role assistant"),
+        ({"messages": [said("assistant", "a"), said("user", "b"), said("assistant", "c")]}, "begins with a message of"),
+        ({"prompt": "a", "completion": [said("assistant", "b", weight=0)]}, "train on whose weight is not 0"),
         ({"messages": [said("user", "qa1"), said("assistant", "")]}, "message 2 of the role assistant is empty"),
         (
             {"messages": [said("user", "a"), said("assistant", "b"), said("assistant", "c")]},
@@ -443,6 +468,7 @@ def test_the_plan_states_model_and_memory(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("data.streaming=true", "data.streaming=true: agentrl sft reads chats by number"),
+        ("data.max_prompt_tokens=9", "data.max_prompt_tokens=9: .* by sft.max_tokens"),
         ("sft.reseed_option=seed", "sft.reseed_option is set, which is for demonstrations"),
         ("sft.eval_share=0.01", "sft.eval_share=0.01 of the 4 chats .* is 0"),
     ],
