@@ -117,7 +117,7 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]`` unless said."""
+    """The fields of a micro-batch at its loss mask, on the device; all float32 ``[N]`` unless noted."""
 
     weight_N: torch.Tensor
     """Each token's share of the global batch; the driver has already divided by the denominator."""

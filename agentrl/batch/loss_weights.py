@@ -33,7 +33,7 @@ def row_weights(
     The masked tokens of *all* rows of a sequence or rollout share its weight equally, so that splitting a trajectory into
     more rows changes nothing. Those without a masked token do not count.
 
-    With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``, but for those
+    With ``context_weight`` the unmasked observed tokens also have equal weights, with sum ``context_weight``, except those
     that stand for images. The first
     token of a row has weight 0: no token precedes it to predict it from.
 

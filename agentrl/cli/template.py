@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError, ModelError, MissingError: something cannot be read.
-        TemplateError: no conversation can be trained with the template, or it leaves out what is said.
+        TemplateError: no conversation can be trained with the template, or it leaves out the text of messages.
     """
     loaded = _config(arguments)
     from agentrl.models.image_processor import image_processor_loader

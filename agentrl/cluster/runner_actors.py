@@ -78,7 +78,7 @@ class RemoteRunner:
 
 
 class RayRunners:
-    """Starts the runners of a run, in turns on the machines of a placement."""
+    """Starts the runners of a run, round robin on the machines of a placement."""
 
     def __init__(self, placement: ReservedPlacement) -> None:
         self.address = placement.here

@@ -38,7 +38,7 @@ def judge_configs(config: Config) -> dict[str, JudgeConfig]:
 
 
 def time_shared_judges(config: Config) -> dict[str, JudgeConfig]:
-    """Return those whose engines share the GPUs of the policy's, in turn with them."""
+    """Return those whose engines share the GPUs of the policy's engines by time sharing."""
     if not config.placement.reserves_gpus or config.sampler.urls:
         return {}
     return {model: judge for model, judge in judge_configs(config).items() if judge.gpus == "shared"}

@@ -171,7 +171,7 @@ class LearnerConfig(Section):
     are frozen by it."""
     lora: LoraConfig | None = None
     """Train adapters only (needs the extra ``lora``). Engines, unless ``weights.adapters`` is ``only``, and exports get merged
-    weights. A critic is trained as a whole, but for its vision tower."""
+    weights. A critic is trained as a whole, except its vision tower."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     megatron: dict[str, Any] = Field(default_factory=dict)

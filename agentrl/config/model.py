@@ -23,7 +23,7 @@ class ModelConfig(Section):
     """A local Hugging Face folder, a shipped model's name, or a hub id."""
     trust_remote_code: bool = False
     """Run the Python code that the model's folder has for its tokenizer, as Kimi's does, in every process that reads the
-    tokenizer; SGLang runs the folder's model code too. Also of the folders of a reference policy, a critic, teachers, frozen
+    tokenizer; SGLang runs the folder's model code too. This holds for the folders of reference policy, critic, teachers, frozen
     roles and judges. The learner loads weights with the code of transformers only."""
     warm_start: str | None = None
     """A configuration of ``agentrl sft``, a file or the name of a shipped one: ``agentrl train`` first fine-tunes the model

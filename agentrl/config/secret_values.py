@@ -54,7 +54,7 @@ def hide_secrets(text: str) -> str:
 
 
 def shown_value(path: tuple[str, ...], value: object) -> str:
-    """Return the value of a key for a message, in Python's notation but for ``true``, ``false`` and ``null``."""
+    """Return the value of a key for a message, in Python's notation except ``true``, ``false`` and ``null``."""
     if path and _is_secret(path, value):
         return REDACTED
     for constant, text in ((True, "true"), (False, "false"), (None, "null")):

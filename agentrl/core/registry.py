@@ -1,7 +1,7 @@
 """Registries of environments, tools, tasksets, models, rewards, sandbox and learner backends, and weight
 transports.
 
-Names come from entry points, or are registered in the process. agentrl's own are entry points too, but for learner
+Names come from entry points, or are registered in the process. agentrl's own are entry points too, except learner
 backends (`agentrl.learner.registry`) and transports (`agentrl.weight_sync.registry`). Objects are imported on lookup.
 """
 

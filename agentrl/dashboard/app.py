@@ -115,7 +115,7 @@ class _RolloutApi:
 
 
 class _Api:
-    """The other routes under ``/api``. They read files, and run in threads, but for the events."""
+    """The other routes under ``/api``. They read files, and run in threads, except the events."""
 
     def __init__(self, runs: Runs, stopping: threading.Event) -> None:
         self._runs = runs

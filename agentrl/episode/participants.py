@@ -1,4 +1,4 @@
-"""The agents of a multi-agent episode, each with what it has read and said so far."""
+"""The agents of a multi-agent episode, each with its conversation so far."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ class ConversationTree:
         return self._similar_turns.get(_WHITE_SPACE.sub(b"", _meaning(message, {})[1]), ())
 
     def _is_changed(self, message: Message) -> bool:
-        """Return whether a message is a turn of the session but for white space in its text or the arguments of its calls."""
+        """Return whether a message is a turn of the session, apart from white space in its text or the arguments of its calls."""
         similar = self._similar(message)
         return bool(similar) and _meaning(message, {})[1] not in [spoken for spoken, _ in similar]
 

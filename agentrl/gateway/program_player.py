@@ -29,7 +29,7 @@ from agentrl.gateway.seat_turns import SeatTurns
 from agentrl.obs.waiting import waiting
 
 MOVES = "program_moves"
-"""Key of `Rollout.metadata` with the moves of the program, which may differ from what the policy has said."""
+"""Key of `Rollout.metadata` with the moves of the program, which may differ from the text of the policy."""
 _END_S = 2.0
 """Seconds in which a program may end itself once it has read that the episode is over."""
 

@@ -47,7 +47,7 @@ def _all(widths: LayerWidths, options: MemoryOptions) -> int:
     input_bytes = options.hidden_size * widths.hidden
     if options.compiled:
         return input_bytes + options.size * (widths.results + widths.inputs + widths.rotated)
-    # Also what the two norms keep, and what activations and rotations make of the products' results.
+    # In addition: what the two norms keep, and what activations and rotations make of the products' results.
     return 2 * (input_bytes + FLOAT32 * widths.hidden) + options.size * (2 * widths.results + widths.inputs)
 
 

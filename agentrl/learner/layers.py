@@ -108,7 +108,7 @@ def prepare_forward(run: Callable[..., Any], *, compiled: bool, recompute: Recom
 
 
 _compile_times: list[float] = []
-"""When torch began to compile, and ended, in turns."""
+"""Times at which torch began and ended to compile, alternately."""
 
 
 def _record_time(_: object) -> None:

@@ -57,7 +57,7 @@ SHAPES = {
     "tiny-moe": Shape(64, 192, 2, 2, 1, 32, 2048, True, 8, 2, 32),
     "30b-a3b-12": Shape(2048, 6144, 12, 32, 4, 128, 151936, False, 128, 8, 768),
 }
-"""Shapes by name; but for the tiny ones they are those of Qwen3. The last has 12 layers of 48, 8.1B parameters."""
+"""Shapes by name; except the tiny ones they are those of Qwen3. The last has 12 layers of 48, 8.1B parameters."""
 
 
 def find_model_shape(size: str) -> Shape:

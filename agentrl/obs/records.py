@@ -5,7 +5,7 @@
     magic, CRC-32, length of the content, length of its header      16 bytes, little-endian
     content, compressed with zlib: header, arrays
 
-The header is JSON: the rollout as files of rollouts have it, but for the arrays of its rows, and what these files leave out.
+The header is JSON: the rollout as files of rollouts have it, without the arrays of its rows, plus what these files leave out.
 Images are in it once; a file of records has them next to it. Of each array come first the lowest bytes of all its values, then
 the second ones, and so on: in ids and log-probabilities these are alike.
 """

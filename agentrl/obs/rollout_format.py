@@ -171,7 +171,7 @@ def rollout_from_dict(data: Mapping[str, Any], read_image: Callable[[str], Image
 
 
 def _endpoint_to_dict(record: EndpointRecord) -> dict[str, object]:
-    """Return what a model at an endpoint read and said; ``messages`` and ``tools`` are as supervised fine-tuning reads them."""
+    """Return the conversation of a model at an endpoint; ``messages`` and ``tools`` are as supervised fine-tuning reads them."""
     return {
         "endpoint": {"model": record.model, "prompt_tokens": record.prompt_tokens},
         "messages": record.messages,

@@ -1,4 +1,4 @@
-"""Probe conversations: which chat format a template has, and the proof that what is said arrives in the prompt."""
+"""Probe conversations: which chat format a template has, and the proof that all text arrives in the prompt."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _VOWELS = "aeiou"
 _MINOR_WORDS = frozenset(
     ["a", "an", "the", "and", "but", "or", "nor", "for", "of", "in", "on", "at", "to", "by", "with", "from", "as", "is"]
 )
-"""Words that titles write in lower case, but for the first."""
+"""Words that titles write in lower case, except as the first word."""
 
 
 @dataclass(frozen=True, slots=True)

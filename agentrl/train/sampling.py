@@ -76,7 +76,7 @@ class RunRecords:
         return cls(recorder, journal, config.asynchronous.mask_older_than, run.resume_after)
 
     def begin(self) -> None:
-        """Delete what was recorded of steps after the checkpoint, but for what the journal uses again."""
+        """Delete what was recorded of steps after the checkpoint, except what the journal uses again."""
         self.journal.begin()
         if self.resume_after is not None:
             self.recorder.delete_after(self.resume_after)

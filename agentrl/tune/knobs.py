@@ -196,7 +196,7 @@ def _total_gpus(config: Config) -> int:
 
 
 def _gpu_split(config: Config) -> Directions:
-    """One engine more, one less, and all GPUs for both in turns; of shared GPUs, half for each."""
+    """One engine more, one less, and all GPUs for both by time sharing; of shared GPUs, half for each."""
     sampler, total, size = config.sampler, _total_gpus(config), config.sampler.engine_ranks
 
     def split(engines: int, *, shared: bool) -> Settings:

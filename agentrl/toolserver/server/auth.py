@@ -112,7 +112,7 @@ class Guard:
 
 
 def token_required(token: str, variable: str = TOKEN_VARIABLE) -> Refusal:
-    """Return what refuses requests without ``Authorization: Bearer TOKEN`` with 401, but for ``/health``.
+    """Return what refuses requests without ``Authorization: Bearer TOKEN`` with 401, except ``/health``.
 
     Args:
         token: that they need.

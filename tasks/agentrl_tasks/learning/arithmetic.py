@@ -1,4 +1,4 @@
-"""The taskset Arithmetic: calculations that are said in words, for a policy with a calculator."""
+"""The taskset Arithmetic: calculations that are written in words, for a policy with a calculator."""
 
 from __future__ import annotations
 

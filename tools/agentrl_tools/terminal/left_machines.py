@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 async def remove_left_machines(
     options: TerminalOptions, find_resumed: Callable[[Collection[str]], Collection[str]]
 ) -> int:
-    """Remove the owner's machines and snapshots at all daemons, but for those of resumed episodes.
+    """Remove the owner's machines and snapshots at all daemons, except those of resumed episodes.
 
     Args:
         options: with the owner; none of its processes has opened a machine yet.
