@@ -52,7 +52,9 @@ class SGLangAdapters:
         """
         return adapter_of(self.current, policy, self._control.url)
 
-    async def load(self, adapters: Mapping[str, LoraAdapter], version: int, *, keep_old: bool) -> None:
+    async def load(
+        self, adapters: Mapping[str, LoraAdapter], version: int, version_name: str, *, keep_old: bool
+    ) -> None:
         """Load adapters by policy for new requests, and unload earlier ones unless ``keep_old``: requests may still use them.
 
         Raises:
@@ -65,7 +67,7 @@ class SGLangAdapters:
             self._loaded.append(names[policy])
             body = await asyncio.to_thread(_body, names[policy], adapter)
             await self._control.call("/load_lora_adapter_from_tensors", body, once=True)
-        await self._control.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self._control.call("/update_weight_version", {"new_version": version_name, "abort_all_requests": False})
         self.current = names
         for name in [] if keep_old else previous_names:
             with contextlib.suppress(ControlRefused):  # it was never loaded

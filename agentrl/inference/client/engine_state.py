@@ -23,6 +23,8 @@ class EngineState:
     """Why generations fail instead of waiting; empty if they do not."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """LoRA adapters that requests name, by policy."""
+    weights_owner: str = ""
+    """Whose weights the engine must have; see `SGLangWeightUpdates`. Empty: replies are not checked for it."""
     cache_key: str | None = None
     """Separates the prefixes of requests in the engine's cache."""
     knows_ages: bool = False

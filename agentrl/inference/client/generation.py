@@ -12,13 +12,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 
 from agentrl.core.background import first_ended
-from agentrl.core.errors import EngineLostError, SamplerError
+from agentrl.core.errors import EngineError, EngineLostError, SamplerError
 from agentrl.core.lineup import MAIN
 from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
 from agentrl.inference.client.adapters import adapter_version
@@ -148,11 +149,18 @@ class GenerationClient(ABC):
     def state(self) -> EngineState:
         """Return what another process needs to send generations here."""
         knows_ages = self.prefix_ages is not None
-        return replace(self._engine_state(), ready=self.ready, cache_key=self._cache_key(), knows_ages=knows_ages)
+        owner, key = self._weights_owner(), self._cache_key()
+        return replace(
+            self._engine_state(), ready=self.ready, weights_owner=owner, cache_key=key, knows_ages=knows_ages
+        )
 
     def _engine_state(self) -> EngineState:
         """Return the fields of `state` that kinds of clients have differently."""
         return EngineState(self._http.url, (self._http.url,))
+
+    def _weights_owner(self) -> str:
+        """Return what every weight version of the engine must end with, see `weights_version`; empty: anything."""
+        return ""
 
     def _cache_key(self) -> str | None:
         """Return what separates the prefixes of requests in the engine's cache: only those of one key are reused."""
@@ -175,6 +183,7 @@ class GenerationClient(ABC):
             SamplerError: the engine refused (with its message) or failed, or has no such policy.
             EngineLostError: it could not be reached.
             ConfigError: the engine's tokens of images are not those of the prompt, or the policy takes no images.
+            EngineError: another client has changed the engine's weights.
         """
         if request_id in self._requests:
             raise SamplerError(f"request_id={request_id!r} is already in progress")
@@ -204,7 +213,10 @@ class GenerationClient(ABC):
                     self.unanswered -= 1
                     request.replied = True
                 await self._turnstile.enter()
-                segment = read_reply(content, body, request_id, self._vocabulary, has_images=bool(prompt.images))
+                version_of = partial(version_number, owner=self._weights_owner(), url=self._http.url)
+                segment = read_reply(
+                    content, body, request_id, self._vocabulary, has_images=bool(prompt.images), version_of=version_of
+                )
                 if not prompt.images:  # blocks are known by their ids, which are those of all images of a size
                     self._note_blocks(ids, segment.generation)
                 if request.updated and not segment.exact:
@@ -364,6 +376,41 @@ NOT_A_REPLY = (ValueError, RecursionError)
 """What decoders of replies raise."""
 
 
+INITIAL_VERSIONS = ("default", "0")
+"""Weight versions of engines that have received no weights, of SGLang and of the embedded engine."""
+
+
+def version_number(name: object, owner: str = "", url: str = "") -> int:
+    """Return a weight version as a number; SGLang calls the weights it started with ``default``: 0.
+
+    Args:
+        name: the version, and after a hyphen who has sent the weights, if they say so.
+        owner: who must have sent them; empty: it does not matter.
+        url: of the engine, for the message.
+
+    Raises:
+        SamplerError: it is not a number, so it was not set by agentrl.
+        EngineLostError: the engine has restarted with its first weights.
+        EngineError: another client has sent the weights.
+    """
+    text = str(name)
+    number, _, sender = text.partition("-")
+    if owner and sender != owner:
+        if text in INITIAL_VERSIONS:
+            raise EngineLostError(f"the engine at {url} has lost the weights that this run sent: it was restarted")
+        raise EngineError(
+            f"the engine at {url} has weights that this run did not send (weight_version {text[:100]!r}): another run or "
+            "program updates the same engine. An engine serves one run at a time: stop the other run, or set another sampler.url"
+        )
+    if number == "default":
+        return 0
+    if not (number.isascii() and number.isdigit() and len(number) < 10):
+        raise SamplerError(
+            f"the engine's weight_version is {text[:100]!r}: agentrl sets whole numbers, who changed it?"
+        )
+    return int(number)
+
+
 def read_reply(
     content: bytes,
     body: Mapping[str, Any],
@@ -371,6 +418,7 @@ def read_reply(
     vocabulary: Vocabulary | None = None,
     *,
     has_images: bool = False,
+    version_of: Callable[[object], int] = version_number,
 ) -> Segment:
     """Return the tokens of a reply of ``/generate``.
 
@@ -380,10 +428,12 @@ def read_reply(
         request_id: for the generation.
         vocabulary: of the policy; None: ids are not compared with its size.
         has_images: the prompt has images, which the engine has expanded.
+        version_of: reads a weight version, see `version_number`.
 
     Raises:
         SamplerError: it is not a reply to this request: another prompt length, other ids, impossible values.
         ConfigError: the engine has expanded images to other tokens; see `check_expansion`.
+        EngineError: see `version_number`.
     """
     try:
         reply = _REPLIES.decode(content)
@@ -401,13 +451,14 @@ def read_reply(
         raise SamplerError(f"the engine's reply to {request_id} {fault}")
     adapter = body.get("lora_path")
     if adapter is not None:  # it samples the whole request, whatever the engine's newest version is
+        version_of(meta.weight_version)  # of the base model
         versions: tuple[tuple[int, int], ...] = ((0, adapter_version(adapter)),) if ids else ()
     elif meta.weight_versions is not None:
         # SGLang names one for a request that was aborted before its first token, too.
         spans = [span for span in meta.weight_versions if span.start < len(ids)]
-        versions = tuple((span.start, version_number(span.version)) for span in spans)
+        versions = tuple((span.start, version_of(span.version)) for span in spans)
     else:
-        versions = ((0, version_number(meta.weight_version)),) if ids else ()
+        versions = ((0, version_of(meta.weight_version)),) if ids else ()
     sampled = read_support(
         meta.output_token_sampling_mask,
         meta.output_token_sampling_logprobs,
@@ -475,22 +526,6 @@ def _fault(
             "config.json or generation_config.json?"
         )
     return None
-
-
-def version_number(name: object) -> int:
-    """Return a weight version as a number; SGLang calls the weights it started with ``default``: 0.
-
-    Raises:
-        SamplerError: it is not a number, so it was not set by agentrl.
-    """
-    text = str(name)
-    if text == "default":
-        return 0
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise SamplerError(
-            f"the engine's weight_version is {text[:100]!r}: agentrl sets whole numbers, who changed it?"
-        )
-    return int(text)
 
 
 def _finish_reason(kind: str) -> FinishReason:

@@ -11,7 +11,7 @@ from typing import Literal
 from typing_extensions import override
 
 from agentrl.config.sampler import REFUSED_OPTIONS
-from agentrl.core.errors import ConfigError, EngineError, SamplerError
+from agentrl.core.errors import ConfigError, EngineError, EngineLostError, SamplerError
 from agentrl.inference.base import MemoryTag
 from agentrl.inference.client.control import ControlEndpoint, ControlRefused
 from agentrl.inference.client.engine_state import EngineMirror, EngineState, RequestsInProgress
@@ -212,6 +212,10 @@ class SGLangClient(GenerationClient):
         """Return how many requests of all processes have no reply."""
         return self._generations.unanswered + (await self._publish()).unanswered
 
+    @override
+    def _weights_owner(self) -> str:
+        return self.updates.sent_owner
+
     def _cache_key(self) -> str | None:
         """Return the policy version, if requests reuse only what their version has computed."""
         return f"v{self.updates.version}" if self._by_version else None
@@ -292,7 +296,9 @@ class SGLangClient(GenerationClient):
         """Return the policy version that samples now."""
         info = await self.control.call("/model_info", None)
         try:
-            return version_number(info["weight_version"])
+            return version_number(info["weight_version"], self.updates.sent_owner, self.url)
+        except EngineLostError as error:
+            raise EngineError(str(error)) from error
         except (KeyError, TypeError, SamplerError) as error:
             raise EngineError(f"the engine at {self.url} reports no version: {error}") from error
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _TOUCHED = ("Failed to update weights", "cache was not flushed")
 """SGLang's messages of failures after which weights may have changed."""
+_CLOSED = ("no weight update is in progress", "no weight-update session is open")
+"""Messages of the embedded engine and of SGLang: another client has ended the update."""
 _MIXTURE = "got only a part of an update of its weights"
 _EMPTY = "has released the memory of its weights, and got no whole update since"
 _SETTLE_S = 300.0
@@ -64,6 +66,10 @@ class SGLangWeightUpdates:
                 ``updated=True`` when the engine has received weights. Returns once they know, with their requests.
             drops_cache: whether an update empties the prefix cache.
         """
+        self.owner = ""
+        """Sent with every version, to recognise weights of other clients; empty: versions are numbers alone."""
+        self.sent_owner = ""
+        """The owner, once the engine has weights of it."""
         self._control = control
         self._paused = paused
         self._keeps_requests = keeps_requests
@@ -147,7 +153,11 @@ class SGLangWeightUpdates:
 
     async def from_disk(self, folder: Path, version: int) -> None:
         """Load a Hugging Face folder's weights."""
-        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": self._drops_cache}
+        body = {
+            "model_path": str(folder.absolute()),
+            "weight_version": self._version_name(version),
+            "flush_cache": self._drops_cache,
+        }
         # Otherwise SGLang uses the format of its start, and one that started with dummy weights would refuse to load any.
         body["load_format"] = "auto"
         self.check_resumed()
@@ -157,7 +167,7 @@ class SGLangWeightUpdates:
             await self._wait_settled()
             await self._check_kept_requests()
             await self._load(body)
-            self.version, updated = version, True
+            self.version, self.sent_owner, updated = version, self.owner, True
         finally:
             await self._finish(updated=updated)
 
@@ -167,7 +177,8 @@ class SGLangWeightUpdates:
         await self._close()
         try:
             await self._wait_settled()
-            await self.adapters.load(adapters, version, keep_old=self._has_kept_requests())
+            await self.adapters.load(adapters, version, self._version_name(version), keep_old=self._has_kept_requests())
+            self.sent_owner = self.owner
         finally:
             await self._finish()
 
@@ -275,7 +286,7 @@ class SGLangWeightUpdates:
         await self.begin()
         body |= {"flush_cache": last and self._drops_cache, **TARGET}
         if last:
-            body["weight_version"] = str(version)
+            body["weight_version"] = self._version_name(version)
         before, self._changed = self._changed, True
         try:
             await self._control.call(path, body, once=once)
@@ -290,9 +301,13 @@ class SGLangWeightUpdates:
                 await self.cancel()
             if "out of memory" in str(error):
                 raise EngineError(f"{error}; a smaller weights.bucket_mib needs less memory in the engine") from error
+            if any(words in str(error) for words in _CLOSED):
+                raise EngineError(
+                    f"{error}. Another run or program updates the same engine: an engine serves one run at a time"
+                ) from error
             raise
         if last:
-            self._unfit, self.version = None, version
+            self._unfit, self.version, self.sent_owner = None, version, self.owner
             self.adapters.drop()
             await self._finish(updated=True)
         else:
@@ -303,6 +318,9 @@ class SGLangWeightUpdates:
         self._done.clear()
         self._in_progress, self._changed = True, False
         self._others_keep_requests = (await self.publish()).kept
+
+    def _version_name(self, version: int) -> str:
+        return f"{version}-{self.owner}" if self.owner else str(version)
 
     def _has_kept_requests(self) -> bool:
         return self._keeps_requests() or (self._paused() and self._others_keep_requests)

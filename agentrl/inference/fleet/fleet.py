@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -105,6 +106,8 @@ class Fleet:
         self._prefix_cache = prefix_cache
         self._restores_weights = restores_weights
         self.group = group
+        self._owner = secrets.token_hex(4)
+        """Sent with weights: another run that uses an engine has another one."""
         self._retired: list[SGLangClient] = []
         """Clients of engines before their restart: requests may still use them."""
         self._engines: list[Engine] = []
@@ -273,7 +276,7 @@ class Fleet:
 
     def _client(self, number: int, url: str) -> SGLangClient:
         timeout_s, vocabulary = self._config.request_timeout_s, self.vocabulary
-        return SGLangClient(
+        client = SGLangClient(
             url,
             timeout_s=timeout_s,
             vocabulary=vocabulary,
@@ -283,6 +286,8 @@ class Fleet:
             mirror=self.mirror,
             restores_weights=self._restores_weights,
         )
+        client.updates.owner = self._owner
+        return client
 
     async def _check_length(self, engine: Engine) -> None:
         """Raise `ConfigError` if an episode within ``rollout.max_tokens`` may be too long for an engine."""

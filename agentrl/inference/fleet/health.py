@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from agentrl.config.sampler import SamplerConfig
 from agentrl.core.background import first_ended
-from agentrl.core.errors import AgentrlError, EngineError
+from agentrl.core.errors import AgentrlError, EngineError, EngineLostError
 from agentrl.inference.base import EngineControl
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.router import EngineRouter
@@ -200,6 +200,8 @@ class HealthMonitor:
             engine.unreachable.clear()
             if not await self._answers(engine, self._config.stall_timeout_s):
                 return f"it cannot be reached at {engine.client.url}"
+            if await _has_lost_weights(engine.client):
+                return f"it was restarted at {engine.client.url}, and has its first weights"
 
     async def _answers(self, engine: Engine, seconds: float) -> bool:
         try:
@@ -282,6 +284,15 @@ class HealthMonitor:
             if all(engine.lost for engine in self._engines if engine.serves == serves):
                 task = f" for {serves}" if serves else ""
                 self._fail(EngineError(f"no engine is left{task}. {why}"))
+
+
+async def _has_lost_weights(client: SGLangClient) -> bool:
+    """Return whether an engine was restarted, and has its first weights instead of those that it has received."""
+    try:
+        await client.version()
+    except EngineError as error:
+        return isinstance(error.__cause__, EngineLostError)
+    return False
 
 
 def _tail(engine: Engine) -> str:

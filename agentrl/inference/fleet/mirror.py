@@ -62,6 +62,10 @@ class MirroredEngine(GenerationClient):
         return adapter_of(self._state.adapters, policy, self._state.url)
 
     @override
+    def _weights_owner(self) -> str:
+        return self._state.weights_owner
+
+    @override
     def _cache_key(self) -> str | None:
         return self._state.cache_key
 

@@ -247,6 +247,10 @@ class SGLangRouter(GenerationClient):
         unfit = next((state.unfit for state in states if state.unfit), "")
         return replace(super()._engine_state(), abort_urls=[state.url for state in states], unfit=unfit)
 
+    @override
+    def _weights_owner(self) -> str:
+        return next((engine.updates.sent_owner for engine in self._engines.values()), "")
+
     @property
     def ready(self) -> bool:
         """Whether all engines accept requests now."""

@@ -23,10 +23,13 @@ from starlette.routing import Route
 
 from agentrl.config.load import load_config
 from agentrl.core.errors import ConfigError, EngineError, SamplerError
-from agentrl.core.types import FinishReason, Prompt, SamplingParams
+from agentrl.core.sampler import Sampler
+from agentrl.core.types import FinishReason, Generation, Prompt, SamplingParams
+from agentrl.inference.base import EngineControl
 from agentrl.inference.client.segments import Vocabulary
 from agentrl.inference.client.sglang_client import SGLangClient
 from agentrl.inference.fleet.fleet import Fleet
+from agentrl.inference.fleet.mirror import MirroredEngine
 from agentrl.inference.launch.launcher import EngineSpec, LocalLauncher
 
 T = TypeVar("T")
@@ -137,7 +140,7 @@ def fake() -> Iterator[FakeSGLang]:
         thread.join()
 
 
-async def sample(client: SGLangClient, count: int = 4, name: str = "r") -> Any:
+async def sample(client: Sampler, count: int = 4, name: str = "r") -> Any:
     params = SamplingParams(max_new_tokens=count, stop=("</a>",), stop_token_ids=(3,), seed=9)
     return await client.generate(Prompt((1, 2)), params, session_id="s", request_id=name)
 
@@ -370,6 +373,53 @@ def test_a_refusal_has_the_engines_words(fake: FakeSGLang) -> None:
     fake.version = "somebody's"
     with pytest.raises(EngineError, match="somebody's"):
         fake.drive(lambda client: client.version())
+
+
+def test_weights_of_another_run_are_refused_even_if_their_version_is_the_same(fake: FakeSGLang) -> None:
+    """Two runs with one ``sampler.url`` overwrote each other's weights, and trained on each other's samples."""
+
+    async def play(owner: str) -> None:
+        clients = first, second = [SGLangClient(fake.url, vocabulary=VOCABULARY) for _ in range(2)]
+        first.updates.owner, second.updates.owner = owner, "other"
+        try:
+            await first.updates.from_tensors([("a", torch.ones(2))], 3, last=True)
+            assert (await sample(first)).versions == ((0, 3),)
+            mirrored = MirroredEngine(first.state(), 20, VOCABULARY)
+            await second.updates.from_tensors([("a", torch.zeros(2))], 3, last=True)
+            words = rf"{fake.url} has weights that this run did not send \(weight_version '3-other'\).*another run"
+            for generate in (sample(first), sample(mirrored), first.version()):
+                with pytest.raises(EngineError, match=words):
+                    await generate
+            assert (await sample(second)).versions == ((0, 3),)
+            await mirrored.aclose()
+        finally:
+            for client in clients:
+                await client.aclose()
+
+    asyncio.run(play("mine"))
+
+
+def test_an_attached_engine_that_was_restarted_gets_the_weights_again(fake: FakeSGLang, tmp_path: Path) -> None:
+    """It answers again before any check of its health: its first weights sampled as version 0."""
+    config = load_config(None, [f"sampler.url={fake.url}", "sampler.backend=sglang", "sampler.health_interval_s=0.05"])
+    launcher = LocalLauncher(EngineSpec(config.sampler, tmp_path, tmp_path, 0))
+
+    async def sync(engine: EngineControl) -> int:
+        await engine.updates.from_tensors([("a", torch.ones(2))], 5, last=True)
+        return 5
+
+    async def play() -> Generation:
+        fleet = Fleet(config.sampler, launcher, tmp_path, vocabulary=VOCABULARY, max_tokens=8)
+        try:
+            await fleet.start()
+            fleet.set_weight_sync(sync)
+            await sync(fleet.live[0])
+            fake.version = "default"
+            return await sample(fleet.sampler)
+        finally:
+            await fleet.aclose()
+
+    assert asyncio.run(play()).versions == ((0, 5),)
 
 
 def test_an_engine_that_holds_less_than_an_episode_is_refused_at_the_start(fake: FakeSGLang, tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def test_a_stop_string_that_cannot_be_looked_for_is_an_error() -> None:
 def test_versions_are_numbers() -> None:
     assert version_number("default") == 0
     assert version_number("17") == 17
+    assert version_number("17-3f", "3f") == version_number("17-3f") == 17
     for name in ("mine", "-1", "²", "9" * 20, ""):
         with pytest.raises(SamplerError, match="weight_version"):
             version_number(name)

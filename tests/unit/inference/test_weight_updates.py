@@ -169,6 +169,20 @@ def test_an_engine_without_memory_for_a_bucket_names_the_key() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("words", ["no weight update is in progress: begin one", "no weight-update session is open"])
+def test_an_update_that_another_client_has_ended_says_so(words: str) -> None:
+    pool = ScriptedPool()
+    pool.refuse["/end_weight_update"] = (400, words)
+
+    async def play() -> None:
+        with pytest.raises(
+            EngineError, match=f"http://e refuses.*{words}.*Another run or program updates the same engine"
+        ):
+            await from_tensors(updates_of(pool), 1, last=True)
+
+    asyncio.run(play())
+
+
 def test_what_was_never_received_changed_nothing() -> None:
     pool = ScriptedPool()
     pool.refuse[UPDATES + "distributed"] = (400, "Failed to receive weights: Connection closed by peer")
