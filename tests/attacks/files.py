@@ -180,7 +180,7 @@ finally:
         OK,
     ),
     Attack(
-        "mount in a user namespace of its own",
+        "mount in its own user namespace",
         "seccomp",
         """
 uid = os.getuid()
@@ -197,7 +197,7 @@ pwned("mounted")
         Without(SECCOMP),
     ),
     Attack(
-        "all capabilities in a user namespace of its own",
+        "all capabilities in its own user namespace",
         "seccomp",
         "call('unshare', 0x10000000)\nprint([l for l in open('/proc/self/status') if l.startswith('CapEff')])\npwned('')",
         Without(SECCOMP),

@@ -428,7 +428,7 @@ OUTPUT = (
         CUT,
     ),
     Attack(
-        "output of a process that goes on in the background",
+        "output of a process that continues in the background",
         "the sweep",
         """
 if os.fork() == 0:
