@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -14,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
 from agentrl.config.load import load_config
-from agentrl.core.errors import EngineLostError, MissingError, SamplerError
+from agentrl.core.errors import EngineError, EngineLostError, MissingError, SamplerError
 from agentrl.core.types import Prompt, SamplingParams
 from agentrl.inference.client.http import EngineHttp
 from agentrl.inference.client.segments import Vocabulary
@@ -35,6 +36,7 @@ class FakeEngine:
         self.unfit = False
         self.deaf = False
         self.stopped: list[str] = []
+        self.updates = SimpleNamespace(sent_owner="")
 
     @property
     def ready(self) -> bool:
@@ -124,6 +126,18 @@ def test_a_closed_engine_holds_all_requests_back_until_it_opens_or_is_removed() 
         generation = await request
         assert (generation.token_ids, generation.versions) == ((7,), ((0, 3),))
         assert router.keys == ["s/1"]
+
+    run(play())
+
+
+def test_a_reply_with_weights_of_another_run_ends_the_run() -> None:
+    async def play() -> None:
+        router = FakeRouter()
+        router.free.set()
+        sglang_router, [first, _] = made(router)
+        first.updates.sent_owner = "1f"
+        with pytest.raises(EngineError, match="has weights that this run did not send"):
+            await request_one(sglang_router)
 
     run(play())
 
