@@ -173,7 +173,7 @@ def _options(cpus: int, store_bytes: int) -> dict[str, Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray lowers the priority of its workers by 15, and engines are their children.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # With prestarted workers, `ray.init` waits for them, and forever for one that is killed before it has registered. A
+    # With prestarted workers, `ray.init` waits for them, and forever for a worker that is killed before it has registered. A
     # worker that is started for an actor is replaced after a minute (RAY_worker_register_timeout_seconds).
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Without its GCS, Ray ends the processes of a run after a minute by default. The run ends itself, once it has saved.

@@ -121,7 +121,7 @@ class EpisodeSlots:
         self.pool = DaemonThreads("env")
 
     def close(self) -> None:
-        """End the threads; one in which a method of an environment is stuck stays until that returns, or the process ends."""
+        """End the threads; a thread in a stuck method of an environment stays until that returns, or the process ends."""
         self.pool.shutdown()
 
 

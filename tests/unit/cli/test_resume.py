@@ -105,15 +105,15 @@ def test_another_start_of_the_critic_is_refused_as_its_weights_are_the_checkpoin
 
 
 def test_a_run_that_was_moved_has_the_policy_of_its_warm_start_where_it_is_now(run: Path) -> None:
-    file, before = run / "config.yaml", "/before/runs/first/warm_start/model"
-    file.write_text(file.read_text().replace("  reference: null\n", f"  reference: {before}\n", 1))
-    assert loaded("--resume").config.algo.reference == before, "the run has no warm start"
+    file, earlier_policy = run / "config.yaml", "/before/runs/first/warm_start/model"
+    file.write_text(file.read_text().replace("  reference: null\n", f"  reference: {earlier_policy}\n", 1))
+    assert loaded("--resume").config.algo.reference == earlier_policy, "the run has no warm start"
     policy = run.resolve() / "warm_start" / "model"
     policy.mkdir(parents=True)
     for words in (("--resume",), ("--fork", f"{run}@2")):
         actual = loaded(*words)
         assert actual.config.algo.reference == str(policy)
-        assert f"algo.reference: {before} → {policy}" in actual.notes
+        assert f"algo.reference: {earlier_policy} → {policy}" in actual.notes
     assert loaded("--resume", "algo.reference=mine").config.algo.reference == "mine"
 
 
